@@ -54,9 +54,8 @@ if TYPE_CHECKING:
         size,
         world,
     )
-    from elasticstate.state.base import State
+    from elasticstate.state.base import ObjectState, State
     from elasticstate.state.loader import ElasticDataLoader
-    from elasticstate.state.objects import ObjectState
     from elasticstate.state.sampler import ElasticSampler
     from elasticstate.state.torch import TorchState
     from elasticstate.worker.record import ErrorHandler, record
@@ -82,9 +81,8 @@ _HOMES = {
         "WorkerFailedError",
     ),
     "elasticstate.launching": ("launch",),
-    "elasticstate.state.base": ("State",),
     "elasticstate.state.loader": ("ElasticDataLoader",),
-    "elasticstate.state.objects": ("ObjectState",),
+    "elasticstate.state.base": ("ObjectState", "State"),
     "elasticstate.state.sampler": ("ElasticSampler",),
     "elasticstate.state.torch": ("TorchState",),
     "elasticstate.worker.record": ("ErrorHandler", "record"),

@@ -43,7 +43,7 @@ BACKENDS = {
         worker="elasticstate.mpi.worker:MpiBackend",
         driver="elasticstate.mpi.driver:MpiDriver",
         agent="elasticstate.mpi.agent:MpiAgent",
-        check="elasticstate.mpi.check:search_for_mpi",
+        check="elasticstate.mpi.installation:search_for_mpi",
     ),
 }
 """All backends. The value ``auto`` of ``--backend`` means nccl or gloo, as each worker decides."""

@@ -10,7 +10,7 @@
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
         0.error                exception that ended its worker (error_file.py)
-        0.result               for launch(): result of its function (agent/result.py)
+        0.result               for launch(): result of its function (agent/workers.py)
 
 The agent opens each of these files once and passes descriptors to its workers: no process looks up a name that another
 user may have taken since (private.py). If another user has taken the name of the directory, the agent appends ``~1``,
@@ -22,20 +22,30 @@ has locked the directory of the job for ``--driver-timeout``, or another job has
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
 import signal
+import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from elasticstate import processes
 from elasticstate.options import agent_variable
 from elasticstate.private import is_private, is_still, open_directory, open_file, read_file, write_file
+
+# -------------------------------------------------------------------------------------------------------------- commits
+
 
 ID_FILE = "id"
 """Name of a file in the job's directory, with the unique id of the job that has the directory now."""
@@ -350,3 +360,230 @@ def _id_in(directory: Path) -> str:
         return (directory / ID_FILE).read_text()
     except OSError:
         return ""
+
+
+# -------------------------------------------------------------------------------------------------------- commit header
+# Header of a commit, readable without torch: the places of its tensors, and which of them are shards.
+#
+# The file is a safetensors file (see state/layout.py). Its metadata has two keys besides ``format``:
+# ``elasticstate``, and ``DCP_SHARDING_INFO`` if values are attached. The second is that of
+# torch.distributed.checkpoint (``torch/distributed/checkpoint/hf_storage.py`` of torch 2.13):
+# ``HuggingFaceStorageReader`` finds the offsets of each shard there, so that a directory of commit files is a
+# checkpoint that torch reads.
+
+
+OBJECTS = "elasticstate.objects"
+RANDOM = "elasticstate.random"
+METADATA = "__metadata__"
+VERSION = 1
+
+
+class Shard(msgspec.Struct, array_like=True, frozen=True):
+    """Place of an entry in a tensor that the workers of a world hold together."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+
+
+class Sharding(msgspec.Struct, array_like=True, frozen=True):
+    """Attached values of a commit: their names, and the places of all their tensors. Replicated ones have offset 0."""
+
+    names: tuple[str, ...] = ()
+    shards: dict[str, Shard] = {}
+
+
+NO_SHARDING = Sharding()
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor as the format describes it. Offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Properties that the format cannot describe."""
+
+    version: int
+    kinds: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) where the stored ones differ
+    tied: dict[str, str]  # name -> the name under which the bytes are stored
+    order: list[str] | None  # all names in capture order; None: capture order is the stored order
+    sharding: Sharding = NO_SHARDING
+
+
+class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
+    format: str  # "pt": the value that other readers of such files expect
+    elasticstate: str  # Notes as JSON, because the format's metadata contains only strings
+    DCP_SHARDING_INFO: str = ""  # sharding_info() as JSON
+
+
+class _SavedOffsets(msgspec.Struct, frozen=True):
+    saved_offsets: tuple[int, ...]
+
+
+def sharding_info(stored: Mapping[str, Stored], names: Iterable[str], sharding: Sharding) -> str:
+    """Return what torch's HuggingFaceStorageReader reads. It requires all names of the file, in ``names``.
+
+    ``stored``: the tensors, some of which have more dimensions than their shards (complex numbers as pairs).
+    """
+    found = dict.fromkeys(names, _SavedOffsets((0,)))
+    for name, item in stored.items():
+        shard = sharding.shards.get(name)
+        offsets = shard.offsets if shard is not None else ()
+        found[name] = _SavedOffsets((*offsets, *[0] * (len(item.shape) - len(offsets))))
+    return msgspec.json.encode(found).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a commit file. ``begin`` and ``end``: its bytes in the file.
+
+    ``shape``: of the bytes that are stored; ``shard``: their place in a whole tensor. None: no attached value has it.
+    """
+
+    dtype: str  # in the words of the format: "F32"
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    shard: Shard | None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitHeader:
+    """Content of a header. Offsets count from the beginning of the file.
+
+    The objects (one pickle) extend from ``objects`` to the sealed length of the commit.
+    """
+
+    random: int
+    objects: int
+    tensors: dict[str, StoredTensor]
+    attached: tuple[str, ...]  # names of the attached values
+
+
+def read(header: bytes | memoryview) -> CommitHeader:
+    """Parse a header: all bytes before the random state. Tied tensors appear once.
+
+    Raises ValueError if it is damaged.
+    """
+    notes, stored = decode(header)
+    begin = len(header)
+    try:
+        random, objects = stored.pop(RANDOM), stored.pop(OBJECTS)
+    except KeyError as error:
+        raise ValueError(f"the header lacks {error}") from None
+    tensors = {
+        name: StoredTensor(
+            item.dtype,
+            item.shape,
+            begin + item.data_offsets[0],
+            begin + item.data_offsets[1],
+            notes.sharding.shards.get(name),
+        )
+        for name, item in stored.items()
+    }
+    return CommitHeader(begin + random.data_offsets[0], begin + objects.data_offsets[0], tensors, notes.sharding.names)
+
+
+def decode(header: bytes | memoryview) -> tuple[Notes, dict[str, Stored]]:
+    """Return the notes and the stored tensors of a header. Raises ValueError if it is damaged."""
+    try:
+        raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
+        if METADATA not in raw:
+            raise ValueError("the header has no metadata")
+        metadata = msgspec.json.decode(raw.pop(METADATA), type=Metadata)
+        notes = msgspec.json.decode(metadata.elasticstate, type=Notes)
+        stored = {name: msgspec.json.decode(item, type=Stored) for name, item in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if notes.version != VERSION:
+        raise ValueError(f"the format version is {notes.version}, not {VERSION}")
+    return notes, stored
+
+
+# ----------------------------------------------------------------------------------------------------------- allocation
+# Allocation of files in memory: a file gets its full length, with all its blocks, before a process writes to it.
+#
+# So a full file system causes an error, and never a SIGBUS in a process that has mapped the file.
+
+
+_FALLOC_FL_KEEP_SIZE = 1
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate64  # os has only posix_fallocate, which also changes the length
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def grow(fd: int, size_bytes: int) -> int:
+    """Make the file at least this long, with all its blocks allocated. Return its length. A file never shrinks.
+
+    Raises OSError; then the file is unchanged.
+    """
+    before = os.fstat(fd).st_size
+    if before >= size_bytes:
+        return before
+    try:
+        _allocate_blocks(fd, before, size_bytes)
+    except OSError:
+        os.ftruncate(fd, before)
+        raise
+    os.ftruncate(fd, size_bytes)
+    return size_bytes
+
+
+def _allocate_blocks(fd: int, begin: int, end: int) -> None:
+    """Allocate blocks without changing the length.
+
+    A failed allocation truncates the file again, and a process that maps the file meanwhile must not lose a page.
+    """
+    while _fallocate(fd, _FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0:
+        number = ctypes.get_errno()
+        if number == errno.EOPNOTSUPP:
+            os.posix_fallocate(fd, begin, end - begin)
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+# ---------------------------------------------------------------------------------------------------------------- seals
+# Seals: keyed checksums of data that a job writes to files and reads again. A job unpickles only sealed data.
+#
+# The key is derived from the job's token (net/trust.py). Only the memory of the job's processes contains it.
+
+
+TAG_BYTES = 16
+RESULT_HEAD_BYTES = TAG_BYTES
+
+_COMMIT = struct.Struct("<16sIQQQI16s16s")
+
+
+def part_tag(key: bytes, *parts: Any) -> bytes:
+    """Return the tag of buffers of bytes, in this order."""
+    hasher = hashlib.blake2b(digest_size=TAG_BYTES, key=key, person=b"part")
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def commit_tag(
+    key: bytes,
+    owner: bytes,
+    index: int,
+    commit: tuple[int, int],
+    length: int,
+    checksum: int,
+    header: bytes,
+    rest: bytes,
+) -> bytes:
+    """Return the tag of a seal: owner, buffer index, commit, length, CRC-32C of all bytes, tags of the unpickled parts.
+
+    ``header`` is the tag of the header, ``rest`` the tag of random state and objects.
+    """
+    fields = _COMMIT.pack(owner, index, *commit, length, checksum, header, rest)
+    return hashlib.blake2b(fields, digest_size=TAG_BYTES, key=key, person=b"commit").digest()
+
+
+def result_hasher(key: bytes) -> Any:
+    """Return the hasher for the result of a worker of ``launch()``."""
+    return hashlib.blake2b(digest_size=TAG_BYTES, key=key, person=b"result")

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from elasticstate import tracebacks
-from elasticstate.error_chain import error_chain
+from elasticstate.tracebacks import error_chain
 
 _MOST_BYTES = 4 * 1024 * 1024
 _LONGEST_TEXT = 32 * 1024  # characters of a call stack that the agent sends to the driver

@@ -26,11 +26,12 @@ from __future__ import annotations
 import os
 import time
 
-from elasticstate.compat.tensors import copy_all
+from elasticstate.compat.torch_tensors import copy_all
 from elasticstate.options import environment_variable, launched_place, worker_environment
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
-from elasticstate.state.order import (
+from elasticstate.state.rng import apply as set_random_state, capture as random_state
+from elasticstate.state.sampler import (
     Order,
     libraries_local_rank,
     local_place,
@@ -39,7 +40,6 @@ from elasticstate.state.order import (
     world_rank,
     world_size,
 )
-from elasticstate.state.rng import apply as set_random_state, capture as random_state
 from elasticstate.worker.call_monitor import begin_call, end_call
 from elasticstate.worker.run import end_last_world, failure_text, join, join_fixed_world, keep_last_world, leave
 

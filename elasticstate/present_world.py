@@ -6,7 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elasticstate.core.types import CommitId, DurableSource, Placement, ShardSource, WorkerId
+from elasticstate.core.types import (
+    CommitId,
+    DurableSource,
+    Placement,
+    ShardSource,
+    WorkerId,
+)
 from elasticstate.errors import NotInWorldError
 from elasticstate.options import launched_local_rank, worker_environment
 

@@ -15,6 +15,9 @@ from types import TracebackType
 
 from elasticstate.errors import NotInWorldError, OptionError, StateError, UnreachableError, UsageError
 
+# ----------------------------------------------------------------------------------------------------------- tracebacks
+
+
 _CAUSED_BY_THE_SCRIPT = (NotInWorldError, OptionError, StateError, UnreachableError, UsageError)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _OPTIMIZERS = os.path.join(os.sep, "torch", "optim", "")
@@ -97,3 +100,29 @@ def _without_calls_of_the_script(trace: TracebackType | None) -> TracebackType |
         if index not in calls:
             rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rest
+
+
+# ---------------------------------------------------------------------------------------------------------- error chain
+# The chain of an exception: the exceptions that it was raised from.
+
+
+def error_chain(error: BaseException, shown_only: bool = False) -> list[BaseException]:
+    """Return an exception, its causes and contexts, and the members of groups: each once, the exception first.
+
+    ``shown_only``: leave out contexts that a traceback does not show, because of ``raise ... from``.
+    """
+    found: list[BaseException] = []
+    pending = [error]
+    while pending:
+        link = pending.pop()
+        if not any(link is known for known in found):
+            found.append(link)
+            pending += reversed(_raised_from(link, shown_only))
+    return found
+
+
+def _raised_from(error: BaseException, shown_only: bool) -> list[BaseException]:
+    is_hidden = shown_only and error.__suppress_context__
+    members = getattr(error, "exceptions", ())  # of an ExceptionGroup, which Python 3.10 does not have
+    causes = [error.__cause__, None if is_hidden else error.__context__, *(members if type(members) is tuple else ())]
+    return [cause for cause in causes if isinstance(cause, BaseException)]

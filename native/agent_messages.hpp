@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-/// The messages that a sentinel sends without Python, encoded as in net/worker_messages.py: a MessagePack array of the
+/// The messages that a sentinel sends without Python, encoded as in net/messages.py: a MessagePack array of the
 /// tag and the fields in order. A test decodes each of them.
 namespace elasticstate::agent_messages {
 

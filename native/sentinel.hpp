@@ -18,12 +18,12 @@
 
 namespace elasticstate {
 
-/// Kind in the head of a message to a worker; MessageKind in net/worker_codec.py has the same numbers.
+/// Kind in the head of a message to a worker; MessageKind in net/codec.py has the same numbers.
 enum class MessageKind : std::uint64_t {
     other, world, hold, release, end_now, end_at, confirm_own_error, open_gate, leave, terminate, ask_where
 };
 
-/// Head before each message to a worker, little-endian; MessagePack follows. See net/worker_codec.py.
+/// Head before each message to a worker, little-endian; MessagePack follows. See net/codec.py.
 struct MessageHead {
     MessageKind kind;
     std::uint64_t generation;
@@ -31,7 +31,7 @@ struct MessageHead {
 };
 static_assert(sizeof(MessageHead) == 24);
 
-/// Place of a worker; Place in net/worker_messages.py has the same numbers.
+/// Place of a worker; Place in net/messages.py has the same numbers.
 enum class Place : std::uint64_t { boot, regroup, train, gate, done };
 
 /// Result of a tick at which the worker had to check for a hold or an end.

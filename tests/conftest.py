@@ -156,7 +156,7 @@ def connections() -> set[str]:
 
 def release_groups() -> None:
     """Release the process groups of a test that made them itself: what ``elastic.run`` does after each generation."""
-    aliases = sys.modules.get("elasticstate.compat.aliases")
+    aliases = sys.modules.get("elasticstate.compat.torch_tensors")
     if aliases is not None:
         aliases.release_works()
     gc.collect()

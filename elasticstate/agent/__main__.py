@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import msgspec
 
-from elasticstate.agent.serve import serve
-from elasticstate.net.launch import Launch
+from elasticstate.agent.join import serve
+from elasticstate.net.messages import Launch
 from elasticstate.options import ssh_client
 from elasticstate.processes import allow_many_descriptors, keep_owner_access
 from elasticstate.terminal import complain, hold_standard_descriptors

@@ -10,57 +10,376 @@ The phases of an agent::
 At its end, an agent removes the commits of its host. A refused agent leaves them to the next agent of the host, because
 no other host may have a commit as new. But if the driver had stopped the agent before, the agent removes them.
 
-This module has the phase *attach*, which sets up all parts, and the end. service.py has the other phases.
+This module has the phase *attach*, which sets up all parts, and the end. agent.py has the other phases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
+from elasticstate.agent.copies import open_copies
 from elasticstate.agent.deleted_files import watch_files
-from elasticstate.agent.driver_connection import DriverConnection
-from elasticstate.agent.driver_messages import DriverMessages
 from elasticstate.agent.durable_uploads import DurableUploads
-from elasticstate.agent.host_copies import open_copies
-from elasticstate.agent.host_lock import lock_host
-from elasticstate.agent.host_report import HostReporter
-from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.job_place import JobPlace
+from elasticstate.agent.files import JobPlace, clean_regularly, lock_host
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.preemption import PreemptionWatch
-from elasticstate.agent.python_command import is_python, reason_against_template, script_directory
-from elasticstate.agent.running_tasks import RunningTasks
-from elasticstate.agent.search import Stopped, find_driver
-from elasticstate.agent.service import Service
-from elasticstate.agent.stale_files import clean_regularly
-from elasticstate.agent.storage_allocator import StorageAllocator
-from elasticstate.agent.supervisor import Supervisor
+from elasticstate.agent.storage import HostStorage, StorageAllocator
+from elasticstate.agent.supervisor import Calls, Supervisor
 from elasticstate.agent.supply import Supply
 from elasticstate.agent.template import Template
-from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.agent.worker_messages import WorkerMessages
-from elasticstate.agent.worker_process import environment_of_workers
-from elasticstate.agent.worker_starter import WorkerStarter
-from elasticstate.agent.workers import Workers
+from elasticstate.agent.worker import WorkerHandle, environment_of_workers
+from elasticstate.agent.workers import (
+    HostReporter,
+    Workers,
+    WorkerStarter,
+    is_python,
+    reason_against_template,
+    script_directory,
+)
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
+from elasticstate.copies.pusher import Target, Targets
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.texts import number_of
-from elasticstate.core.types import WorkerId
+from elasticstate.core.types import SlotId, WorkerId
 from elasticstate.errors import OptionError
+from elasticstate.net import codec, messages
 from elasticstate.net.agent_status import AgentStatus
-from elasticstate.net.launch import Launch
+from elasticstate.net.control import Refused
 from elasticstate.net.link import AgentSocket
-from elasticstate.net.messages import AgentWarning, Damaged, Dropped, JobSpec, Kept
+from elasticstate.net.messages import (
+    AgentWarning,
+    Damaged,
+    Dropped,
+    JobSpec,
+    Kept,
+    Launch,
+    Shutdown,
+)
 from elasticstate.net.names import is_loopback, outward_address
 from elasticstate.net.trust import storage_key
 from elasticstate.options import Options, agent_variable
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
+
+# -------------------------------------------------------------------------------------------------------- running tasks
+# RunningTasks: tasks of an agent that nothing waits for.
+
+
+class RunningTasks:
+    """Owner of running tasks. asyncio itself keeps only weak references to tasks."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+# ------------------------------------------------------------------------------------------------------ driver messages
+# DriverMessages: carries out the messages that an agent receives from its driver.
+
+
+class DriverMessages:
+    """Executor of the driver's messages, except JobSpec and Shutdown."""
+
+    def __init__(
+        self,
+        driver: DriverConnection,
+        workers: Workers,
+        socket: AgentSocket,
+        supervisor: Supervisor,
+        reporter: HostReporter,
+        supply: Supply,
+        allocator: StorageAllocator,
+        backend: AgentBackend,
+        stores: PlainStores,
+        copies: HostCopies,
+        outputs: Outputs,
+        tasks: RunningTasks,
+        calls: Calls,
+        durable: DurableUploads,
+    ) -> None:
+        self._driver = driver
+        self._workers = workers
+        self._socket = socket
+        self._supervisor = supervisor
+        self._reporter = reporter
+        self._supply = supply
+        self._allocator = allocator
+        self._backend = backend
+        self._stores = stores
+        self._copies = copies
+        self._outputs = outputs
+        self._tasks = tasks
+        self._calls = calls
+        self._durable = durable
+
+    def carry_out(self, message: messages.ToAgent) -> None:
+        match message:
+            case messages.StartWorker(_, reserve_bytes, place):
+                if place is not None:
+                    self._stores.use(place)
+                self._tasks.begin(self._reserve(self._workers.start(message), reserve_bytes))
+            case messages.StopWorker(worker, _, kill):
+                self._workers.stop(worker, kill)
+            case messages.ToWorkers(workers, body):
+                self._send(workers, body)
+            case messages.WorldsOnHost(worlds):
+                self._stores.close()
+                self._publish(worlds)
+            case messages.BackendOrder(data):
+                self._tasks.begin(self._backend.order(data))
+            case messages.ReplicateOrder(commit, targets):
+                self._allocator.keep_copies(len(targets))
+                self._copies.replicate(commit, _by_slot(targets))
+            case messages.StopReplicationOrder():
+                self._copies.stop_replication()
+            case messages.ForgetCopiesOrder(before, besides):
+                self._copies.forget(before, besides)
+            case messages.Acknowledgement(number):
+                self._supervisor.renew_lease(number)
+            case messages.WatchCalls():
+                self._calls.watch(message, asyncio.get_running_loop().time())
+            case messages.Fetch(slot, offset):
+                self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
+            case messages.SaveDurable() | messages.CompleteDurable():
+                self._durable.begin(message)
+            case messages.DropDurable(folder):
+                self._durable.drop(folder)
+            case messages.FetchOutput(worker):
+                self._driver.send(self._outputs.tail(worker))
+            case _:
+                self._outputs.complain(f"received an unexpected message from the driver: {type(message).__name__}")
+
+    def release_hold(self) -> None:
+        """End a hold without the driver. Not after END: the workers may be on their way to its tick."""
+        if self._reporter.held is not None:
+            data = codec.encode_to_worker(messages.Release(self._reporter.held))
+            for worker in self._workers.handles:
+                self._socket.send(worker, data)
+
+    async def _reserve(self, starting: Awaitable[WorkerHandle | None], reserve_bytes: int) -> None:
+        """Allocate the commit storage of a new worker while it boots."""
+        handle = await starting
+        if handle is not None and reserve_bytes:
+            slot, holds_commit = handle.process.worker.slot, handle.liveness.holds_commit
+            await self._allocator.reserve(slot, reserve_bytes, holds_commit)
+
+    def _send(self, workers: tuple[WorkerId, ...] | None, body: messages.ToWorkerBody) -> None:
+        self._reporter.sent(body)
+        data = codec.encode_to_worker(body)
+        for worker in list(self._workers.handles) if workers is None else workers:
+            self._socket.send(worker, data)
+            if isinstance(body, messages.Leave):
+                self._workers.kill_later(worker)
+
+    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldMessage], ...]) -> None:
+        self._reporter.has_a_world()
+        for worker, world in worlds:
+            self._supervisor.world_size = world.size
+            handle = self._workers.handles.get(worker)
+            if handle is not None:
+                handle.joined = world.generation
+                handle.audience.rank = world.placement.rank
+                handle.lasting.clear()
+            self._socket.send(worker, codec.encode_to_worker(world))
+
+
+def _by_slot(targets: tuple[tuple[SlotId, str, str], ...]) -> Targets:
+    """Return the other hosts that are to keep a copy of each slot."""
+    found: dict[int, list[Target]] = {}
+    for slot_id, host, address in targets:
+        others = found.setdefault(slot_id.slot, [])
+        if host != slot_id.host:
+            others.append(Target(host, address))
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- service
+# Service: an agent's service for its driver, and its behaviour without one.
+
+
+class ServiceEnd(NamedTuple):
+    """End of an agent's service. ``keeps_commits``: the commits stay for the next agent of this host."""
+
+    status: int
+    keeps_commits: bool = False
+
+
+class Service:
+    """The phases *serve* and *orphan* of an agent (see agent.py)."""
+
+    def __init__(
+        self,
+        driver: DriverConnection,
+        driver_timeout_s: float,
+        messages: DriverMessages,
+        workers: Workers,
+        supervisor: Supervisor,
+        reporter: HostReporter,
+        preemption: PreemptionWatch,
+        outputs: Outputs,
+        place: JobPlace,
+        killed: asyncio.Event,
+    ) -> None:
+        """``killed``: set when the user wants this agent to end at once."""
+        self._driver = driver
+        self._driver_timeout_s = driver_timeout_s
+        self._messages = messages
+        self._workers = workers
+        self._supervisor = supervisor
+        self._reporter = reporter
+        self._preemption = preemption
+        self._outputs = outputs
+        self._place = place
+        self._killed = killed
+
+    async def run(self) -> ServiceEnd:
+        """Serve until the driver sends Shutdown, refuses this agent, or is away for too long, or the user ends it.
+
+        In the last case the commits stay, as those of an agent that is killed: other hosts may have none as new.
+        """
+        serving, killed = asyncio.ensure_future(self._serve_drivers()), asyncio.ensure_future(self._killed.wait())
+        await asyncio.wait({serving, killed}, return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        if serving.done():
+            return serving.result()
+        serving.cancel()
+        await asyncio.wait({serving})
+        await self._workers.stop_all(kill=True)
+        return ServiceEnd(128 + signal.SIGINT, keeps_commits=True)
+
+    async def _serve_drivers(self) -> ServiceEnd:
+        end = None
+        while end is None:
+            try:
+                await self._serve()
+            except ConnectionError as error:  # noqa: PERF203
+                self._outputs.complain(f"lost the driver: {error}")
+                self._messages.release_hold()
+                end = await self._reconnect()
+            else:
+                return ServiceEnd(0)
+        return end
+
+    async def _serve(self) -> None:
+        """Carry out the driver's messages until Shutdown; then stop the workers.
+
+        Raises ConnectionError when the driver is lost.
+        """
+        while not isinstance(message := await self._driver.receive(), Shutdown):
+            self._messages.carry_out(message)
+        await self._workers.stop_all()
+
+    async def _reconnect(self) -> ServiceEnd | None:
+        """Let training continue while the agent reconnects to a driver. Return None when connected.
+
+        An agent without workers waits as well: the next driver may need its retained commits and exit reports.
+        """
+        try:
+            await self._driver.establish(self._driver_timeout_s)
+        except Refused as refusal:
+            self._outputs.complain(f"stopping the workers: {refusal}")
+            await self._workers.stop_all()
+            return ServiceEnd(1, keeps_commits=not refusal.is_stopped)
+        except ConnectionError as error:
+            self._outputs.complain(
+                f"stopping the workers: no driver within --driver-timeout of {self._driver_timeout_s:g} s ({error})"
+            )
+            await self._workers.stop_all()
+            await in_thread(self._place.remove_job)
+            return ServiceEnd(1)
+        await self._workers.all_started()
+        self.send_host_report()
+        self._preemption.report()
+        self._outputs.report_again()
+        self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
+        return None
+
+    def send_host_report(self) -> None:
+        """Send the first message to a driver that has accepted this agent."""
+        now = asyncio.get_running_loop().time()
+        self._driver.send(self._reporter.host_report(self._workers.handles, now))
+
+
+# ------------------------------------------------------------------------------------------------------ worker messages
+# WorkerMessages: handles the messages that an agent receives from its workers.
+
+
+class WorkerMessages:
+    """Handler of the messages of workers. Most of them go to the driver."""
+
+    def __init__(
+        self,
+        handles: Mapping[WorkerId, WorkerHandle],
+        driver: DriverConnection,
+        socket: AgentSocket,
+        allocator: StorageAllocator,
+        tasks: RunningTasks,
+        stores: PlainStores,
+        reporter: HostReporter,
+        calls: Calls,
+    ) -> None:
+        self._handles = handles
+        self._driver = driver
+        self._socket = socket
+        self._allocator = allocator
+        self._tasks = tasks
+        self._stores = stores
+        self._reporter = reporter
+        self._calls = calls
+
+    def received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
+        """Handle a message of a worker of this agent."""
+        handle = self._handles[worker]
+        match message:
+            case messages.Hello():
+                handle.liveness.begin(asyncio.get_running_loop().time())
+            case messages.RunUsed():
+                handle.joined = 0  # the place with which it was started does not count any more
+                self._stores.close_next()
+                self._driver.send(messages.FromWorker(worker, message))
+            case messages.GrowBuffer(index, size):
+                self._tasks.begin(self._grow_buffer(handle, index, size))
+            case messages.Attached():
+                self._reporter.attached(worker, message)
+                self._driver.send(messages.FromWorker(worker, message))
+            case messages.CallReport():
+                self._calls.received(handle, message, asyncio.get_running_loop().time())
+            case _:
+                if isinstance(message, messages.First):
+                    self._allocator.begin_ticks()
+                if isinstance(message, messages.CommitSize):
+                    self._allocator.expect(worker.slot, message.bytes, message.to_come)
+                if isinstance(message, messages.WorkerPreemptionNotice):
+                    handle.notice = message
+                elif isinstance(message, messages.LASTING):
+                    handle.lasting.append((asyncio.get_running_loop().time(), message))
+                self._driver.send(messages.FromWorker(worker, message))
+
+    async def _grow_buffer(self, handle: WorkerHandle, index: int, size_bytes: int) -> None:
+        handle.waits += 1
+        worker = handle.process.worker
+        try:
+            length, error = await self._allocator.make(
+                worker.slot, min(index, 1), size_bytes, handle.liveness.holds_commit
+            )
+        finally:
+            handle.waits -= 1
+        self._socket.send(worker, codec.encode_to_worker(messages.BufferGrown(index, length, error)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- agent
 
 
 @dataclass(frozen=True, slots=True)

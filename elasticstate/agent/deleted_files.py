@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from elasticstate.agent.job_place import JobPlace
+from elasticstate.agent.files import JobPlace
 from elasticstate.agent.supply import REMEDY, Supply
 from elasticstate.commits import CommitDirectory
 from elasticstate.copies.service import HostCopies

@@ -1,6 +1,6 @@
 """DurableUploads: saves commits of this host as durable copies, or parts of them, on the driver's order, one at a time.
 
-Training never waits for it. Threads stage the commits (staging.py), and a process of its own uploads them
+Training never waits for it. Threads stage the commits (copies.py), and a process of its own uploads them
 (durable/upload.py). A process that makes no progress for ``--durable-timeout`` is killed.
 """
 
@@ -19,18 +19,39 @@ from contextlib import suppress
 
 import msgspec
 
-from elasticstate.agent.driver_connection import DriverConnection
-from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.staging import NoCommitError, Staged, StagingSlot, TornError, stage
-from elasticstate.agent.worker_process import start_command
+from elasticstate.agent.connection import DriverConnection
+from elasticstate.agent.copies import (
+    NoCommitError,
+    Staged,
+    StagingSlot,
+    TornError,
+    stage,
+)
+from elasticstate.agent.storage import HostStorage
+from elasticstate.agent.worker import start_command
 from elasticstate.commits import owner_of
 from elasticstate.copies.store import CopyStore
 from elasticstate.core.types import CommitId, SlotId
-from elasticstate.durable.failure import ABSENT, BUSY, HUNG, MEMORY, STORAGE, TORN, UNCHANGED
+from elasticstate.durable.copies import (
+    ABSENT,
+    BUSY,
+    HUNG,
+    MEMORY,
+    STORAGE,
+    TORN,
+    UNCHANGED,
+)
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.machine import format_bytes
-from elasticstate.net.messages import CompleteDurable, DurableFailed, DurablePart, DurableSaved, JobSpec, SaveDurable
+from elasticstate.net.messages import (
+    CompleteDurable,
+    DurableFailed,
+    DurablePart,
+    DurableSaved,
+    JobSpec,
+    SaveDurable,
+)
 from elasticstate.processes import ended, kill_session
 from elasticstate.threads import in_thread
 
@@ -258,7 +279,7 @@ class DurableUploads:
 
 
 class _NotStagedError(Exception):
-    """Commits could not be staged. ``kind``: see durable/failure.py."""
+    """Commits could not be staged. ``kind``: see durable/copies.py."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import secrets
 from typing import NoReturn
 
-from elasticstate.agent.serve import serve
+from elasticstate.agent.agent import Agent
 from elasticstate.errors import OptionError
 from elasticstate.machine import slots_of_this_machine
-from elasticstate.net.launch import Launch
+from elasticstate.net.agent_status import answering
+from elasticstate.net.messages import Launch
 from elasticstate.net.trust import read_token
+from elasticstate.writing import BLOCKED_S
+
+# ---------------------------------------------------------------------------------------------------------------- serve
+# The process of an agent, from its launch to its exit.
+
+
+def serve(launch: Launch, status_socket: str = "") -> NoReturn:
+    """Serve until the end, then exit at once: threads may be blocked in a resolver, or by output that nobody reads.
+
+    ``status_socket``: path of a socket that answers ``elasticrun status --agent``. Raises OptionError for a bad one.
+    """
+
+    async def run() -> None:
+        agent = Agent(launch)
+        async with answering(status_socket, lambda: agent.status):
+            status = await agent.run()
+        await agent.outputs.flushed(BLOCKED_S)
+        os._exit(status)
+
+    gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
+    asyncio.run(run())
+    raise AssertionError("unreachable")
+
+
+# ----------------------------------------------------------------------------------------------------------------- join
 
 
 def join(

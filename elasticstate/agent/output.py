@@ -14,10 +14,9 @@ from typing import IO
 
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import OutputTail, OutputTrouble
-from elasticstate.net.output_watch import Watch
 from elasticstate.options import Options
 from elasticstate.terminal import message
-from elasticstate.writing import BLOCKED_S, Writer
+from elasticstate.writing import BLOCKED_S, Watch, Writer
 
 _LONGEST_LINE_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024

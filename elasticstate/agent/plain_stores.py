@@ -12,10 +12,10 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from elasticstate.agent.worker_process import Child
+from elasticstate.agent.worker import Child
 from elasticstate.core.types import PlainPlace
+from elasticstate.net.link import StoreListener
 from elasticstate.net.messages import STORE_JOINED, NextStore, StoreJoined
-from elasticstate.net.store_listener import StoreListener
 
 StartStore = Callable[[StoreListener, int], Awaitable[Child]]
 """Starts the process that serves a listener, with this descriptor as its stderr."""

@@ -3,18 +3,104 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
-from elasticstate.agent.calls import Calls
-from elasticstate.agent.driver_connection import DriverConnection
-from elasticstate.agent.lease import Lease
-from elasticstate.agent.liveness import stamps_interval_s
+from elasticstate.agent.connection import DriverConnection
 from elasticstate.agent.output import Outputs
-from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.core.copies import CopyFigures
-from elasticstate.core.types import WorkerId
+from elasticstate.agent.worker import WorkerHandle, stamps_interval_s
+from elasticstate.core.types import CallReport, CopyFigures, WatchCalls, WorkerId
 from elasticstate.net import messages
 from elasticstate.options import Options
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+# Calls: the newest collective calls of the workers of one host. Few of them interest the driver.
+
+
+class Calls:
+    """Filter of the workers' reports of their calls.
+
+    The driver receives reports of workers that have waited for --stall-check-time, with the end of these waits. While
+    it watches a generation, it receives all reports of that generation.
+    """
+
+    def __init__(
+        self,
+        handles: Mapping[WorkerId, WorkerHandle],
+        limit_s: float | None,
+        send: Callable[[messages.FromAgent], None],
+    ) -> None:
+        """``limit_s``: --stall-check-time; None: off."""
+        self._handles = handles
+        self._limit_s = limit_s
+        self._send = send
+        self._watched = 0  # generation whose calls the driver watches; 0: none
+
+    def received(self, handle: WorkerHandle, report: CallReport, now: float) -> None:
+        """Record a worker's report, and forward it if the driver watches, or knows of a wait that this report ends."""
+        if self._limit_s is None:
+            return
+        handle.call, handle.call_at = report, now
+        if handle.call_is_known or report.generation == self._watched:
+            self._forward(handle, now)
+
+    def look(self, now: float) -> None:
+        """Forward the reports of workers that have waited for too long."""
+        for handle in self._handles.values():
+            if handle.call is not None and not handle.call_is_known and self._is_overdue(handle, now):
+                self._forward(handle, now)
+
+    def watch(self, order: WatchCalls, now: float) -> None:
+        """Carry out the driver's order."""
+        self._watched = order.generation if order.on else 0
+        for handle in self._handles.values() if order.on else ():
+            if handle.call is not None and handle.call.generation == order.generation:
+                self._forward(handle, now)
+
+    def _is_overdue(self, handle: WorkerHandle, now: float) -> bool:
+        waited_s = handle.waited_s(now)
+        return self._limit_s is not None and waited_s is not None and waited_s >= self._limit_s
+
+    def _forward(self, handle: WorkerHandle, now: float) -> None:
+        report = handle.call_report(now)
+        assert report is not None
+        handle.call_is_known = report.waiting_s is not None
+        self._send(messages.FromWorker(handle.process.worker, report))
+
+
+# ---------------------------------------------------------------------------------------------------------------- lease
+# The lease: the time for which the workers of a host may make ticks without an answer from the driver.
+#
+# The term counts from the agent's request, on the agent's own clock. The driver counts from when it has declared this
+# host unreachable. So however late the answer arrives, the driver waits longer than the lease lasts (C. Gray and D.
+# Cheriton, "Leases", SOSP 1989).
+
+
+class Lease:
+    """Lease of one host. ``until_ns`` is a time of CLOCK_BOOTTIME; 0: no limit."""
+
+    def __init__(self) -> None:
+        self.until_ns = 0
+        self._asked: deque[tuple[int, int]] = deque(maxlen=1024)  # number and time of each request
+        self._number = 0
+
+    def ask(self) -> int:
+        """Return the number of a request that is sent now."""
+        self._number += 1
+        self._asked.append((self._number, time.clock_gettime_ns(time.CLOCK_BOOTTIME)))
+        return self._number
+
+    def granted(self, number: int, term_s: float) -> None:
+        """Extend the lease: the driver has received this request."""
+        while self._asked and self._asked[0][0] <= number:
+            asked, at_ns = self._asked.popleft()
+            if asked == number:
+                self.until_ns = max(self.until_ns, at_ns + int(term_s * 1e9))
+
+
+# ----------------------------------------------------------------------------------------------------------- supervisor
+
 
 LOOK_INTERVAL_S = 0.25
 """Seconds between two looks at the workers' stamps."""

@@ -1,6 +1,6 @@
 """Files and key for the workers of a host: descriptors of the files of their slots, and the job's key.
 
-If the files lose their names while the job runs, the agent moves the slots to new files (see agent/host_storage.py).
+If the files lose their names while the job runs, the agent moves the slots to new files (see agent/storage.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from elasticstate.agent.driver_connection import DriverConnection
-from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.result import Results
-from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.agent.connection import DriverConnection
+from elasticstate.agent.storage import HostStorage
+from elasticstate.agent.worker import WorkerHandle
+from elasticstate.agent.workers import Results
 from elasticstate.core.types import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages

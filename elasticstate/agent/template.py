@@ -7,19 +7,68 @@ start as new processes: that costs time, nothing else. A module of --preload wit
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
 from elasticstate.agent import exec_shim
-from elasticstate.agent.orphans import adopt_orphans, reap_orphans
-from elasticstate.exit_status import how_it_ended
-from elasticstate.net.fork_link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
-from elasticstate.processes import CLEANUP_S, cpu_ticks, descriptors_given, ended_child, is_at_work, kill_session
+from elasticstate.failures import how_it_ended
+from elasticstate.net.link import (
+    IMPORTING,
+    PADDING_VARIABLE,
+    READY,
+    ForkRequest,
+    TemplateLink,
+)
+from elasticstate.processes import (
+    CLEANUP_S,
+    children_that_ended,
+    cpu_ticks,
+    descriptors_given,
+    ended_child,
+    is_at_work,
+    kill_session,
+)
 from elasticstate.threads import in_thread
+
+# -------------------------------------------------------------------------------------------------------------- orphans
+# Orphans: processes whose parents have ended, and whose parent is the agent from then on.
+#
+# Workers that fork from the template process come to the agent in this way, so that the agent can wait for them.
+# Other descendants come, too; their exit statuses interest nobody, but unread they would stay zombies.
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+_REAP_INTERVAL_S = 1.0
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parents end (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+async def reap_orphans(is_awaited: Callable[[int], bool]) -> None:
+    """Read the exit statuses of orphans, for ever. ``is_awaited``: returns True for a process that others wait for.
+
+    A child of a finished command may be found here before the command's own wait: only the second look reaps.
+    """
+    before: set[int] = set()
+    while True:
+        await asyncio.sleep(_REAP_INTERVAL_S)
+        ended = {pid for pid in await in_thread(children_that_ended) if not is_awaited(pid)}
+        for pid in ended & before:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        before = ended - before
+
+
+# ------------------------------------------------------------------------------------------------------------- template
+
 
 T = TypeVar("T")
 

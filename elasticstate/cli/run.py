@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
-from elasticstate.core.ids import without_case
+from elasticstate.core.types import without_case
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
 from elasticstate.options.kinds import parse_host
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: Options, must_reattach: bool = False) -> int:
-    from elasticstate.launchers.early_agent import early_agent
+    from elasticstate.launchers.command import early_agent
     from elasticstate.processes import keep_owner_access
     from elasticstate.screen.screen import screen_for
 

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 from elasticstate._native import checksum
 from elasticstate.copies import wire
-from elasticstate.copies.sealed import Sealed
+from elasticstate.copies.store import Sealed
 from elasticstate.copies.wire import Wire
-from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import SlotId
+from elasticstate.core.types import CopyOf, SlotId
 from elasticstate.errors import CollectiveError, CopyError
 
 KEYED_BYTES = 1 << 20

@@ -8,15 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from elasticstate.copies.connection import CopyConnection
-from elasticstate.copies.library import Library, Notify, NotifyDropped
 from elasticstate.copies.pusher import Pusher, Targets
-from elasticstate.copies.server import CopyServer
-from elasticstate.copies.source import SealedSlot, SlotBuffers, Source
-from elasticstate.copies.store import CopyStore
+from elasticstate.copies.server import CopyConnection, CopyServer, Library, Notify, NotifyDropped
+from elasticstate.copies.store import CopyStore, SealedSlot, SlotBuffers, Source
 from elasticstate.copies.wire import Wire
-from elasticstate.core.copies import CopyFigures
-from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CommitId, CopyFigures, SlotId
 
 
 class HostCopies:

@@ -8,7 +8,7 @@
         OWNER.GENERATION.TICK.seal          its slot, commit, length and checksum; written last
 
 OWNER is the hexadecimal owner of the slot's commits (commits.owner_of). A copy exists when its seal file exists.
-Descriptors stay open, so copies survive the loss of their names (see agent/host_storage.py) until this agent ends.
+Descriptors stay open, so copies survive the loss of their names (see agent/storage.py) until this agent ends.
 """
 
 from __future__ import annotations
@@ -16,21 +16,415 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import mmap
 import os
 import threading
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from elasticstate.commits import owner_of
-from elasticstate.copies.incoming import GoOn, IncomingCopy
-from elasticstate.copies.sealed import ReadBytes, Sealed, check_authentic, read_header
-from elasticstate.copies.source import Source
-from elasticstate.copies.store_file import StoreFile
-from elasticstate.core.ids import CommitId, SlotId
+from elasticstate._native import ControlPage, checksum, copy
+from elasticstate.commits import commit_tag, grow, owner_of, part_tag
+from elasticstate.core.types import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
+
+# ----------------------------------------------------------------------------------------------------------- store file
+# Files of the copy store: mapped, with all their blocks, and used again for later copies.
+#
+# A new file costs more than its content: the kernel allocates and clears each page. So the store keeps the file of a
+# copy that is not needed any more, with its mapping, for the next copy. This is no more memory than a replication
+# needs in any case, because the previous copy stays until the next one is complete.
+
+
+_ALLOCATE_BYTES = 64 << 20  # one step of an allocation: a store that closes waits for one step
+
+
+class StoreFile:
+    """One file and its mapping. The lock of the store protects ``name``, ``readers`` and ``is_shared``."""
+
+    def __init__(self, name: str, fd: int) -> None:
+        """Take ownership of the descriptor."""
+        self.name, self.fd = name, fd
+        self.readers = 0
+        self.is_shared = False  # True: another process reads it, so it is not used again
+        self._allocated = 0  # bytes that have blocks for sure
+        self._mapped: Any = None
+
+    @property
+    def size_bytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Close the descriptor. The memory stays as long as a reader has it."""
+        self._mapped = None
+        os.close(self.fd)
+
+    def reserve(self, length: int, size_bytes: int, go_on: Callable[[], bool]) -> None:
+        """Give the file this size, with all blocks of the first ``length`` bytes; the rest is never written.
+
+        Raises OSError, or CopyError when ``go_on`` returns False.
+        """
+        before = self.size_bytes
+        if self._allocated != length:
+            os.ftruncate(self.fd, min(self._allocated, length))
+            for end in range(_ALLOCATE_BYTES, length + _ALLOCATE_BYTES, _ALLOCATE_BYTES):
+                if not go_on():
+                    raise CopyError("this copy store closes")
+                self._allocated = grow(self.fd, min(end, length))
+            os.ftruncate(self.fd, size_bytes)
+        elif before != size_bytes:
+            os.ftruncate(self.fd, max(length, size_bytes))
+        if before != size_bytes:
+            self._mapped = None
+
+    def memory(self) -> Any:
+        """Return the mapped file."""
+        if self._mapped is None:
+            self._mapped = mmap.mmap(self.fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        return self._mapped
+
+
+# --------------------------------------------------------------------------------------------------------------- sealed
+# Sealed content of one commit: its identity, and the checks that need only its bytes and the job's key.
+#
+# A copy has the content of the buffer, so it also has the seal of the buffer (see seals.py). The tag of the seal
+# proves that a process of this job has written what a reader unpickles or parses.
+
+
+MAX_HEADER_BYTES = 256 << 20
+_LENGTH_BYTES = 8
+_RANDOM = "elasticstate.random"
+_OBJECTS = "elasticstate.objects"
+
+ReadBytes = Callable[[int, int], bytes]
+"""Returns the bytes of a file at (offset, length)."""
+
+
+class Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """The seal of a buffer: it names a commit of a slot, and covers the first ``length`` bytes of a file."""
+
+    slot: SlotId
+    commit: CommitId
+    index: int  # of the buffer that was sealed
+    layout: int  # digest of the header
+    length: int
+    checksum: int  # CRC-32C of these bytes
+    tag: bytes
+
+    def __str__(self) -> str:
+        return f"commit {self.commit} of slot {self.slot}"
+
+    @property
+    def content(self) -> tuple[int, int, int]:
+        """Identity of the bytes: layout, length and checksum. A new id for a commit does not change it."""
+        return self.layout, self.length, self.checksum
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Offsets of the parts of a file, in bytes."""
+
+    random: int  # end of the header
+    tensors: int
+    objects: int
+    size_bytes: int  # of the whole file, as its header states; a seal covers all bytes in use
+
+
+class _DataOffsets(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+def read_header(read: ReadBytes, length: int) -> bytes:
+    """Return all bytes before the random state. Raises CopyError if the file has no header."""
+    prefix = read(0, _LENGTH_BYTES)
+    size = _LENGTH_BYTES + int.from_bytes(prefix, "little")
+    if len(prefix) < _LENGTH_BYTES or size > min(length, MAX_HEADER_BYTES):
+        raise CopyError(f"the file of {length} bytes has no header")
+    return read(0, size)
+
+
+def parts_of(header: bytes) -> Parts:
+    """Return the places of the parts that a header describes. Raises CopyError."""
+    begin = len(header)
+    try:
+        items = msgspec.json.decode(memoryview(header)[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+        random = msgspec.json.decode(items[_RANDOM], type=_DataOffsets).data_offsets
+        objects = msgspec.json.decode(items[_OBJECTS], type=_DataOffsets).data_offsets
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
+        raise CopyError(f"the header of a commit is malformed ({error})") from error
+    if not 0 == random[0] <= random[1] <= objects[0] <= objects[1]:
+        raise CopyError("the header of a commit has its parts in a wrong order")
+    return Parts(begin, begin + random[1], begin + objects[0], begin + objects[1])
+
+
+def check_authentic(sealed: Sealed, owner: bytes, key: bytes, header: bytes, read: ReadBytes) -> Parts:
+    """Raise CopyError unless a process of this job has sealed this header, this random state and these objects."""
+    parts = parts_of(header)
+    if not parts.objects <= sealed.length <= parts.size_bytes:
+        raise CopyError(f"{sealed}: the header states {parts.size_bytes} bytes, the seal {sealed.length}")
+    random = read(parts.random, parts.tensors - parts.random)
+    objects = read(parts.objects, sealed.length - parts.objects)
+    tags = part_tag(key, header), part_tag(key, random, objects)
+    tag = commit_tag(key, owner, sealed.index, sealed.commit, sealed.length, sealed.checksum, *tags)
+    if layout_digest(header) != sealed.layout or not hmac.compare_digest(tag, sealed.tag):
+        raise CopyError(f"{sealed}: no process of this job has written this content")
+    return parts
+
+
+def layout_digest(header: Any) -> int:
+    """Return the digest of a header that a seal contains."""
+    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
+
+
+# ------------------------------------------------------------------------------------------------------------- incoming
+# A copy that is being made or received. It is not visible until it is complete and its checksum is correct.
+
+
+_LOOK_INTERVAL_S = 0.5
+
+GoOn = Callable[[], bool]
+
+
+class IncomingCopy:
+    """The first ``offset`` bytes of a copy. One thread at a time owns it: only the owner writes to its memory."""
+
+    def __init__(self, sealed: Sealed, size_bytes: int, file: StoreFile) -> None:
+        self.sealed, self.size_bytes, self.file = sealed, size_bytes, file
+        self.offset = 0
+        self.is_abandoned = False
+        self._found = 0  # CRC-32C of the bytes
+        self._changed = threading.Condition()
+        self._is_owned = False
+        self._interrupt: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def owned(self, interrupt: Callable[[], None], go_on: GoOn) -> Iterator[None]:
+        """Own this copy. A previous owner is interrupted, because its peer has probably lost the connection.
+
+        ``interrupt`` ends the calls in which this owner waits. Raises CopyError if the copy is abandoned.
+        """
+        with self._changed:
+            while self._is_owned:
+                self._interrupt()
+                if not self._changed.wait(_LOOK_INTERVAL_S) and not go_on():
+                    raise CopyError("this copy store closes")
+            self.check_wanted()
+            self._is_owned, self._interrupt = True, interrupt
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_owned = False
+                if self.is_abandoned:
+                    self.file.close()
+                self._changed.notify()
+
+    def abandon(self) -> None:
+        """Close the file, or let the owner end soon with CopyError and close it. Call it once."""
+        with self._changed:
+            self.is_abandoned = True
+            if self._is_owned:
+                self._interrupt()
+            else:
+                self.file.close()
+
+    def check_wanted(self) -> None:
+        if self.is_abandoned:
+            raise CopyError(f"{self.sealed} is not wanted any more")
+
+    # ------------------------------------------------------------------------------------------------- for the owner
+
+    @property
+    def missing_bytes(self) -> int:
+        """Number of bytes that are not there."""
+        return self.sealed.length - self.offset
+
+    def write(self, data: Any) -> None:
+        """Write the next bytes, and compute their checksum in the same pass.
+
+        Raises CopyError if the copy is abandoned.
+        """
+        self.check_wanted()
+        end = self.offset + len(data)
+        target: Any = memoryview(self.file.memory())[self.offset : end]
+        self._found = copy(target, data, self._found)
+        self.offset = end
+
+    def restart(self) -> None:
+        """Drop the bytes."""
+        self.offset = self._found = 0
+
+    def is_good(self) -> bool:
+        """Return True if all bytes are there, and their checksum is that of the seal."""
+        return self.offset == self.sealed.length and self._found == self.sealed.checksum
+
+
+# --------------------------------------------------------------------------------------------------------------- source
+# Readable copies of commits: the buffers of this host's slots, and files of the store.
+
+
+VERIFY_BYTES = 64 << 20  # one step of a verification: a server that closes waits for one step
+
+
+class SealedSlot(Protocol):
+    """The files of a slot (agent.host_storage.SlotFiles)."""
+
+    @property
+    def page(self) -> ControlPage:
+        """The control page, which has the seals."""
+
+    def duplicate(self, index: int) -> int:
+        """Return a new descriptor of a buffer. Safe on any thread. Raises OSError when the files are closed."""
+
+
+class Source:
+    """A copy that is open for reading, mapped. ``close`` it: a copy that is open keeps its memory."""
+
+    def __init__(
+        self,
+        sealed: Sealed,
+        memory: Any,
+        release: Callable[[], None] = lambda: None,
+        is_unchanged: Callable[[], bool] | None = None,
+    ) -> None:
+        """``is_unchanged``: returns False once the bytes may change; None: they never change."""
+        self.sealed = sealed
+        self.memory = memory
+        self.is_fixed = is_unchanged is None
+        self._release = release
+        self._is_unchanged = is_unchanged
+
+    @property
+    def place(self) -> tuple[SlotId, int]:
+        """The slot and the index of the buffer."""
+        return self.sealed.slot, self.sealed.index
+
+    def close(self) -> None:
+        self.memory = None
+        self._release()
+
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.memory[offset : offset + length])
+
+    def part(self, offset: int, most_bytes: int) -> memoryview:
+        """Return the memory of the next sealed bytes from this offset on. A worker may write to it."""
+        return memoryview(self.memory)[offset : min(offset + most_bytes, self.sealed.length)]
+
+    def header(self) -> bytes:
+        return read_header(self.read, self.sealed.length)
+
+    def check_ranges(self, ranges: list[tuple[int, int]]) -> None:
+        """Raise CopyError for a range that is not within the sealed bytes."""
+        for offset, length in ranges:
+            if offset < 0 or length < 0 or offset + length > self.sealed.length:
+                raise CopyError(f"{self.sealed} has {self.sealed.length} bytes, not {length} at {offset}")
+
+    def check_unchanged(self) -> None:
+        """Raise CopyError if the bytes may have changed since the copy was opened."""
+        if self._is_unchanged is not None and not self._is_unchanged():
+            raise CopyError(f"{self.sealed} is gone: its worker has written another commit to this buffer")
+
+    def checksum(self, begin: int, end: int, start: int = 0) -> int:
+        """Return the CRC-32C of bytes, continued from ``start``, without the GIL."""
+        return checksum(self.memory, begin, end, start)
+
+    def is_intact(self, go_on: Callable[[], bool]) -> bool:
+        """Return True if the checksum of the seal is correct. Raises CopyError when ``go_on`` returns False."""
+        found = 0
+        for at in range(0, self.sealed.length, VERIFY_BYTES):
+            if not go_on():
+                raise CopyError("this copy server closes")
+            found = self.checksum(at, min(at + VERIFY_BYTES, self.sealed.length), found)
+        return found == self.sealed.checksum
+
+
+class _Mapped(NamedTuple):
+    """The mapping of a buffer, which is made once: each new one would cause page faults for all of its pages."""
+
+    file: tuple[int, int, int]  # device, inode, length
+    memory: Any
+
+
+class SlotBuffers:
+    """The sealed buffers of this host's slots. Safe on any thread."""
+
+    def __init__(self, job_id: str, host: str, slots: Mapping[int, SealedSlot]) -> None:
+        self._job_id, self.host = job_id, host
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[int, int], _Mapped] = {}
+
+    def newest(self, slot: SlotId) -> CommitId | None:
+        """Return the newest commit in the buffers of a slot of this host; None if there is none."""
+        files = self._slots.get(slot.slot)
+        found = [self._sealed(files, slot, index) for index in (0, 1)] if files is not None else []
+        return max((sealed.commit for sealed in found if sealed is not None), default=None)
+
+    def pin(self, slot: SlotId, commit: CommitId, until_ns: Callable[[int], int]) -> bool:
+        """Let the worker not overwrite this commit until ``until_ns(its length)``. Return False if it is not sealed."""
+        files = self._slots.get(slot.slot)
+        for index in (0, 1):
+            sealed = self._sealed(files, slot, index) if files is not None else None
+            if files is not None and sealed is not None and sealed.commit == commit:
+                files.page.pin(index, until_ns(sealed.length))
+                return True
+        return False
+
+    def unpin(self, slot: SlotId) -> None:
+        files = self._slots.get(slot.slot)
+        for index in (0, 1):
+            if files is not None:
+                files.page.pin(index, 0)
+
+    def open(self, slot: SlotId, commit: CommitId) -> Source | None:
+        """Open the buffer that holds this commit; None if there is none."""
+        files = self._slots.get(slot.slot) if slot.host == self.host else None
+        if files is None:
+            return None
+        for index in (0, 1):
+            sealed = self._sealed(files, slot, index)
+            if sealed is not None and sealed.commit == commit:
+                with suppress(OSError, ValueError):  # the slot has got other files
+                    return self._source(files, sealed)
+        return None
+
+    def _source(self, files: SealedSlot, sealed: Sealed) -> Source:
+        def is_unchanged() -> bool:
+            now = self._sealed(files, sealed.slot, sealed.index)
+            return now is not None and now.content == sealed.content
+
+        fd = files.duplicate(sealed.index)
+        try:
+            return Source(sealed, self._map(fd, sealed), is_unchanged=is_unchanged)
+        finally:
+            os.close(fd)
+
+    def _map(self, fd: int, sealed: Sealed) -> Any:
+        """Return the mapped buffer. No process shortens it, so SIGBUS cannot occur. Raises OSError or ValueError."""
+        key, found = (sealed.slot.slot, sealed.index), os.fstat(fd)
+        file = found.st_dev, found.st_ino, found.st_size
+        if found.st_size < sealed.length:
+            raise ValueError(f"the buffer has {found.st_size} bytes, its seal covers {sealed.length}")
+        with self._lock:
+            mapped = self._mapped.get(key)
+            if mapped is None or mapped.file != file:
+                memory = mmap.mmap(fd, found.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+                mapped = self._mapped[key] = _Mapped(file, memory)
+            return mapped.memory
+
+    def _sealed(self, files: SealedSlot, slot: SlotId, index: int) -> Sealed | None:
+        found = files.page.sealed(index, owner_of(self._job_id, self.host, slot.slot))
+        if found is None:
+            return None
+        generation, tick, layout, length, crc, tag = found
+        return Sealed(slot, CommitId(generation, tick), index, layout, length, crc, tag)
+
+
+# ---------------------------------------------------------------------------------------------------------------- store
+
 
 DIRECTORY = "copies"
 _PART, _DATA, _SEAL = ".part", ".safetensors", ".seal"

@@ -11,16 +11,81 @@ has only the last heartbeat.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.activity import activity_of, of_planned_end
-from elasticstate.core.figures import NAMES, JobFigures, Losses, Origin
+from elasticstate.core.commits import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
+from elasticstate.core.figures import (
+    NAMES,
+    Activity,
+    JobFigures,
+    Losses,
+    Origin,
+)
 from elasticstate.core.keepers import keeps
-from elasticstate.core.records import Draft, Forming, Membership, Over, Running, Worker
-from elasticstate.core.uncommitted import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
+from elasticstate.core.state import (
+    Draft,
+    Forming,
+    Host,
+    Membership,
+    Over,
+    Running,
+    Together,
+    Waiting,
+    Worker,
+)
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
+
+# ------------------------------------------------------------------------------------------------------------- activity
+# The activity of a job, derived from the core's state. The account of time (figures.py) adds up activities.
+
+
+def activity_of(d: Draft) -> Activity:
+    """Return the present activity. It changes with events and at deadlines only."""
+    match d.phase:
+        case Waiting():
+            return "boot" if _slots_counted_on(d) >= d.policy.fewest(d.generation) else "waiting_for_hosts"
+        case Forming(at_tick=int(), clock=None):  # the members train up to this tick
+            return "goodput" if d.ledger.ticking.standstill is None else "no_ticks"
+        case Forming():
+            return of_planned_end(d.phase)
+        case Running(gate_since=None, first_tick=True):
+            return "goodput" if d.ledger.ticking.standstill is None else "no_ticks"
+        case Running(gate_since=None):
+            trains = all(member.place == "train" for member in d.members())
+            return "no_ticks" if trains else "world_formation"
+        case Together():
+            return "no_ticks"
+        case _:
+            return "exit"
+
+
+def of_planned_end(phase: Forming) -> Activity:
+    """Return the activity between two worlds."""
+    return "drain" if phase.drains else "regroup"
+
+
+def _slots_counted_on(d: Draft) -> int:
+    """Return the number of slots on hosts that may be used, and of workers on other hosts that stay."""
+    usable = {host.name: host.slots for host in d.hosts.values() if _is_usable(d, host)}
+    others = (w for w in d.workers.values() if w.id.host not in usable and not (w.draining or w.gone))
+    return sum(usable.values()) + sum(1 for _ in others)
+
+
+def _is_usable(d: Draft, host: Host) -> bool:
+    """Return True if workers live on the host, or may be started there without a wait for the host."""
+    return (
+        host.slots > 0
+        and not host.draining
+        and not host.loss
+        and host.agent != "stopping"
+        and host.cooldown_until <= d.now
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- accounting
+
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
 
@@ -133,7 +198,7 @@ def training_resumed(d: Draft, at: float) -> None:
     """Record that the new world has completed its first tick, or has nothing more to do."""
     down_since = d.ledger.down_since
     if down_since is not None:
-        losses = replace(d.ledger.losses, downtime_s=at - down_since)
+        losses = dataclasses.replace(d.ledger.losses, downtime_s=at - down_since)
         d.note("training_resumed", **losses.fields())
         d.update_ledger(total=d.ledger.total + losses, losses=Losses(), down_since=None)
 
@@ -161,8 +226,8 @@ def _losses(m: Membership, now: float) -> Losses:
     if not ledger.has_ticked and (since is not None or m.generation > 1):
         unknown = {"ticks_lost"} if ledger.losses.uncommitted_s else set()
         bounds = ledger.losses.lower_bounds | unknown
-        return ledger.total + replace(ledger.losses, downtime_s=None, lower_bounds=bounds)
-    return ledger.total + replace(ledger.losses, downtime_s=0.0 if since is None else now - since)
+        return ledger.total + dataclasses.replace(ledger.losses, downtime_s=None, lower_bounds=bounds)
+    return ledger.total + dataclasses.replace(ledger.losses, downtime_s=0.0 if since is None else now - since)
 
 
 def _origin(d: Draft, generation: int) -> Origin | None:

@@ -10,17 +10,30 @@ import signal
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, line, misfits, partition, plain, replication, retained, types as t
-from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemption_cooldown
+from elasticstate.core import (
+    accounting,
+    commits,
+    partition,
+    plain,
+    sharded,
+    types as t,
+    waiting,
+)
 from elasticstate.core.ending import earlier
-from elasticstate.core.hangs import collectives_reported, hang_text, report_hang
-from elasticstate.core.named_hosts import hosts_discovered
-from elasticstate.core.records import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
-from elasticstate.core.slots import stop
+from elasticstate.core.hangs import collectives_reported, hang_text, report_hang, where_reported
+from elasticstate.core.slots import host_is_lost, hosts_discovered, slot_failed, start_preemption_cooldown, stop
 from elasticstate.core.stall_check import call_reported
-from elasticstate.core.standstill import where_reported
+from elasticstate.core.state import (
+    Draft,
+    Failure,
+    Finishing,
+    Forming,
+    Running,
+    Stopping,
+    Worker,
+)
 from elasticstate.core.stragglers import pace_reported
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))
 """Signals by which a process ends itself: an error of the script. Others come from outside."""
@@ -56,15 +69,15 @@ def apply(d: Draft, event: t.Event) -> None:
         case t.FirstTick():
             _first_tick(d, event)
         case t.ShardsAttached():
-            line.shards_attached(d, event)
+            sharded.shards_attached(d, event)
         case t.CopyKept():
-            replication.copy_kept(d, event)
+            sharded.copy_kept(d, event)
         case t.CopyDropped():
-            replication.copy_dropped(d, event)
+            sharded.copy_dropped(d, event)
         case t.DurableCopySaved(commit):
             d.update_ledger(durable=commit)
         case t.CommitDamaged():
-            retained.commit_damaged(d, event)
+            commits.commit_damaged(d, event)
         case t.CallReported(name, report):
             if (worker := _member(d, name, report.generation)) is not None:
                 call_reported(d, worker, report)
@@ -99,8 +112,8 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     if host is None or host.agent not in ("asked", "none"):
         return
     d.put_host(host, agent="joined", may_live_until=-inf, report="agent connected", reported_at=d.now, loss="")
-    retained.replace_commits(d, host.name, dict(event.commits), dict(event.previous))
-    replication.host_reports(d, host.name, event.kept)
+    commits.replace_commits(d, host.name, dict(event.commits), dict(event.previous))
+    sharded.host_reports(d, host.name, event.kept)
     d.note("agent_joined", host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
         partition.record_incarnation(d, worker)
@@ -136,12 +149,12 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
             d.update_ledger(is_broken=True)
         left = worker.gone == "stopped" and not worker.overdue
         _remove_worker(d, worker, None, None, expected=left or (bool(notice) and d.in_round(worker)))
-    if not expected and line.reads_from(d, host.name):
+    if not expected and sharded.reads_from(d, host.name):
         reason = f"host {host.name}, from which the world reads shards, was lost: its agent {event.reason}"
         d.broken.append(Failure(t.RootCause(reason, generation=d.generation), "lost"))
-    replication.host_lost(d, host.name, expected)
+    sharded.host_lost(d, host.name, expected)
     if expected:
-        retained.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
+        commits.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
     else:
         host_is_lost(d, d.hosts[host.name], workers, notice)
     if notice and host.slots:
@@ -164,7 +177,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
         return
     if event.commits:
         newest, previous = (*event.commits, None)[:2]
-        retained.record_both(d, worker.id.slot_id, newest, previous)
+        commits.record_both(d, worker.id.slot_id, newest, previous)
     cause = _cause_of_exit(d, worker, event)
     if d.in_round(worker):
         _member_of_round_exited(d, worker, event, cause)
@@ -189,7 +202,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     _remove_worker(d, worker, event.exit_code, event.signal, expected=benign and not worker.overdue)
     if not benign:
         slot_failed(d, worker, cause)
-        misfits.worker_failed(d, worker, cause)
+        waiting.worker_failed(d, worker, cause)
 
 
 def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cause: t.RootCause) -> None:
@@ -280,7 +293,7 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         return
     _record_commit(d, event.commit)
     if event.commit is not None:
-        retained.record_both(d, worker.id.slot_id, event.commit, event.previous)
+        commits.record_both(d, worker.id.slot_id, event.commit, event.previous)
     if worker.ready is not None or event.generation != worker.joined:
         d.put(worker, reported_at=d.now, place=event.place)
         return
@@ -318,7 +331,7 @@ def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None:
         _record_commit(d, event.commit)
-        retained.record_retained(d, worker.id.slot_id, event.commit)
+        commits.record_retained(d, worker.id.slot_id, event.commit)
         d.put(worker, commit=event.commit, commit_at=d.now)
 
 
@@ -334,7 +347,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         plain.command_uses_run(d, worker.id)
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
-    retained.record_both(d, worker.id.slot_id, event.commit, event.previous, event.sealed)
+    commits.record_both(d, worker.id.slot_id, event.commit, event.previous, event.sealed)
     if d.slots[worker.id.slot_id].misfit is not None:
         d.put_slot(worker.id.slot_id, misfit=None)
     if not d.ledger.ever_ready:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticstate.core import types as t
-from elasticstate.core.records import Draft
+from elasticstate.core.state import Draft
 
 
 def keeps(world: t.World, rank: int) -> bool:

@@ -7,7 +7,12 @@ from math import inf
 from elasticstate.core import types as t
 from elasticstate.core.keepers import keeps
 from elasticstate.core.policy import LEASE_MARGIN, Policy
-from elasticstate.core.records import Draft, Forming, Waiting, Worker
+from elasticstate.core.state import (
+    Draft,
+    Forming,
+    Waiting,
+    Worker,
+)
 
 
 def lease_s(policy: Policy) -> float:

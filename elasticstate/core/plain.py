@@ -1,6 +1,6 @@
 """Commands that do not use ``run``, called plain: the rules for their worlds.
 
-All workers of a round start together, each with its place in a world (core/together.py). If one fails, or if the hosts
+All workers of a round start together, each with its place in a world (core/slots.py). If one fails, or if the hosts
 change, all of them are stopped, and the next round starts. The kind of a command is unknown until a worker uses ``run``
 (elastic) or joins the process group that its environment variables describe (plain). Until then a round has no
 generation, and the phase is Waiting.
@@ -14,17 +14,20 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from elasticstate.core import accounting, types as t
-from elasticstate.core.backoff import long_s
-from elasticstate.core.cooldown import patience_limit_s
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, fail_without_progress, first_cause
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
-from elasticstate.core.phases import Failure, Round, Together, Waiting
-from elasticstate.core.planned import drain_time
-from elasticstate.core.records import Draft, Worker
-from elasticstate.core.slots import newcomers, stop
+from elasticstate.core.running import drain_time
+from elasticstate.core.slots import long_s, newcomers, patience_limit_s, publish, stop
+from elasticstate.core.state import (
+    Draft,
+    Failure,
+    Round,
+    Together,
+    Waiting,
+    Worker,
+)
 from elasticstate.core.texts import exception_line, listed, number_of
-from elasticstate.core.together import publish
 
 _REMEDY = (
     "All workers of a job must use run, or none of them. Decorate the training function with elasticstate.run in every "

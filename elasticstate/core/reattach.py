@@ -12,19 +12,30 @@ from math import inf
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.accounting import follow
-from elasticstate.core.activity import activity_of
+from elasticstate.core.accounting import activity_of, follow
 from elasticstate.core.ending import end_now
-from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
+from elasticstate.core.figures import (
+    NO_PAST,
+    Losses,
+    Origin,
+    PastFigures,
+)
 from elasticstate.core.keepers import keeps
-from elasticstate.core.layouts import ShardLayout
-from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
-from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
+from elasticstate.core.state import (
+    Draft,
+    Failure,
+    Finishing,
+    Host,
+    Running,
+    Ticking,
+    Worker,
+)
+from elasticstate.core.step import Transition, new_membership
 from elasticstate.core.texts import listed
-from elasticstate.core.ticking import Ticking
+from elasticstate.core.types import ShardLayout
 from elasticstate.core.worlds import NOTHING
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver

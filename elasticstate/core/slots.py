@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from math import inf
+from zlib import crc32
 
-from elasticstate.core import types as t
-from elasticstate.core.cooldown import FAILURES_IN_A_ROW
-from elasticstate.core.line import awaited_copies, hosts_of, needed_hosts
+from elasticstate.core import accounting, types as t
+from elasticstate.core.assignment import NEWCOMER, assign
+from elasticstate.core.commits import awaited
 from elasticstate.core.partition import may_train_on
-from elasticstate.core.records import (
+from elasticstate.core.sharded import awaited_copies, hosts_of, needed_hosts
+from elasticstate.core.state import (
     NEW_SLOT,
     Draft,
     Finishing,
@@ -17,14 +19,290 @@ from elasticstate.core.records import (
     Host,
     Membership,
     Over,
+    Round,
     Running,
     Slot,
+    Together,
     Waiting,
     Worker,
 )
-from elasticstate.core.retained import awaited
-from elasticstate.core.together import begin_round, chosen, may_start, places, window_end
+from elasticstate.core.texts import number_of
+from elasticstate.core.types import within_limits
 from elasticstate.core.worlds import may_hold_more
+
+# ------------------------------------------------------------------------------------------------------------- cooldown
+# Formulas for the backoff of a slot that has failed and the cooldown of a host that fails repeatedly.
+#
+# A row of failures ends, and the counters return to zero, with a commit of a world that the failed worker was in, or
+# after a time without failures as long as the longest cooldown.
+
+
+MAX_BACKOFF_S = 60.0
+JITTER = 0.1  # so that slots and hosts that were lost together do not all return in the same second
+FAILURES_IN_A_ROW = 3  # deaths on one host: cooldown; failures of one slot: the job does not count on it any more
+SAME_DEATH_S = 1.0  # deaths on one host within this time count as one
+_ATTEMPTS = 10  # the least number of attempts within a time-out that would end the job
+
+
+def backoff_s(failures: int, name: str = "") -> float:
+    """Return the seconds before a restart after ``failures`` in a row: 0, 1, 2, 4 ... at most 60, with a jitter by
+    name."""
+    if failures <= 1:
+        return 0.0
+    return _spread(2.0 ** min(failures - 2, 10), 0.0, MAX_BACKOFF_S, name, failures)
+
+
+def cooldown_s(host: str, count: int, min_s: float, max_s: float) -> float:
+    """Return the seconds of a host's cooldown number ``count`` (from 0): doubling, with a jitter within the limits."""
+    return _spread(min_s * 2.0 ** min(count, 30), min_s, max_s, host, count)
+
+
+def patience_s(failures: int, limit_s: float) -> float:
+    """Return the seconds of backoff or cooldown for a slot or host that the job needs to reach min_np. The job ends
+    after ``limit_s``, so this time is short enough for several attempts."""
+    return min(backoff_s(failures), patience_limit_s(limit_s))
+
+
+def patience_limit_s(limit_s: float) -> float:
+    """Return the longest time for one of several attempts in a job that ends after ``limit_s``."""
+    return limit_s / _ATTEMPTS
+
+
+def together_s(limit_s: float) -> float:
+    """Return the seconds after the first failure of a job in which the other workers may fail in the same way, before
+    one is restarted. The job ends after ``limit_s``."""
+    return min(SAME_DEATH_S, limit_s / _ATTEMPTS)
+
+
+def _spread(seconds: float, min_s: float, max_s: float, name: str, count: int) -> float:
+    """Return ``seconds``, up to a tenth longer, but not more than ``max_s``: at this limit, up to a tenth shorter, but
+    not less than ``min_s``. A checksum decides, so the same events give the same transcript."""
+    if not name:
+        return min(seconds, max_s)
+    share = JITTER * (crc32(f"{name}/{count}".encode()) % 1000) / 1000.0
+    return seconds * (1.0 + share) if seconds * (1.0 + JITTER) <= max_s else max(min_s, max_s / (1.0 + share))
+
+
+# -------------------------------------------------------------------------------------------------------------- backoff
+# Backoff of slots and cooldown of hosts after failures, and the conditions that clear their failure counters.
+
+
+def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], notice: str) -> None:
+    """Start the cooldown of a host whose agent was lost together with ``workers``, whatever the host did before. After
+    a preemption ``notice`` the loss was expected: no cooldown is started here."""
+    host = _clear_failures(d, host, any(_has_done_well(d, worker) for worker in workers))
+    if not notice:
+        _cool_down(d, host, "its agent was lost")
+
+
+def start_preemption_cooldown(d: Draft, host: Host, reason: str) -> None:
+    """Start the preemption cooldown of a host: discovery may still name the host until it is gone. Like any cooldown,
+    it gives way if the job would be below min_np without the host. Each time it gives way later, because a new agent
+    may receive the same preemption notice."""
+    until = max(host.cooldown_until, d.now + d.policy.preemption_cooldown_s)
+    gives_way_at = min(until, d.now + patience_s(host.notices + 1, d.time_to_give_up_s()))
+    d.put_host(host, notices=host.notices + 1, cooldown_until=until, cooldown_reason=reason, gives_way_at=gives_way_at)
+    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
+
+
+def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
+    """Count a failure of the slot, and a death on its host."""
+    slot = d.slots[worker.id.slot_id]
+    done_well = _has_done_well(d, worker)
+    failures = 1 if done_well else slot.failures + 1
+    first = cause if failures == 1 else slot.failure
+    d.put_slot(
+        worker.id.slot_id,
+        failures=failures,
+        failure=first,
+        not_before=d.now + backoff_s(failures, str(worker.id.slot_id)),
+        gives_way_at=d.now + patience_s(failures, d.time_to_give_up_s()),
+    )
+    if d.generation == 0 and d.ledger.outage is None:
+        quiet_s = together_s(d.time_to_give_up_s()) if cause.exit_code else 0.0
+        d.update_ledger(outage=cause, quiet_until=d.now + quiet_s)
+    _host_had_a_death(d, _clear_failures(d, d.hosts[worker.id.host], done_well), worker.id.slot, cause)
+
+
+def _host_had_a_death(d: Draft, host: Host, slot: int, cause: t.RootCause) -> None:
+    """Count a death on the host. One slot that fails repeatedly does not put its host in cooldown while another slot
+    of the host is well."""
+    host = d.put_host(host, dead_slots=host.dead_slots | {slot})
+    if d.now - host.last_death <= SAME_DEATH_S:
+        return
+    host = d.put_host(host, deaths=host.deaths + 1, last_death=d.now)
+    if host.deaths >= FAILURES_IN_A_ROW and (len(host.dead_slots) > 1 or not _is_well(d, host)):
+        _cool_down(d, host, f"{host.deaths} worker failures in a row, the last one: {cause.reason}")
+
+
+def _is_well(d: Draft, host: Host) -> bool:
+    """Return True if a worker on the host is READY or in a world."""
+    slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
+    workers = (d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None)
+    return any(not worker.gone and (worker.joined or worker.ready is not None) for worker in workers)
+
+
+def _has_seen_a_commit(d: Draft, worker: Worker) -> bool:
+    """Return True if the job has made a commit since this worker first joined a world: older failures do not count."""
+    highest = d.ledger.highest
+    return highest is not None and 0 < worker.first_joined <= highest.generation
+
+
+def _has_done_well(d: Draft, worker: Worker) -> bool:
+    """Return True if a commit or enough time without failures clears the earlier failures of the worker's slot and
+    host."""
+    return _has_seen_a_commit(d, worker) or d.now - worker.ready_at >= long_s(d)
+
+
+def _cool_down(d: Draft, host: Host, reason: str) -> None:
+    seconds = cooldown_s(host.name, host.cooldowns, *d.policy.cooldown_range_s)
+    until = max(host.cooldown_until, d.now + seconds)
+    count = host.cooldowns + 1
+    reason += f" (cooldown {count} in a row)" if count > 1 else ""
+    d.put_host(
+        host,
+        cooldowns=count,
+        cooldown_until=until,
+        cooldown_reason=reason,
+        gives_way_at=min(until, d.now + patience_s(count, d.time_to_give_up_s())),
+    )
+    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
+
+
+def _clear_failures(d: Draft, host: Host, has_done_well: bool) -> Host:
+    """Clear the failures of a host if one of its workers has done well, or if nothing has failed for a long time."""
+    quiet_since = max(host.last_death, host.cooldown_until)
+    if has_done_well or d.now - quiet_since >= long_s(d):
+        return d.put_host(host, deaths=0, dead_slots=frozenset(), cooldowns=0)
+    return host
+
+
+def long_s(d: Draft) -> float:
+    """Return the seconds without a failure that clear earlier failures: the longest backoff or cooldown."""
+    return max(MAX_BACKOFF_S, *d.policy.cooldown_range_s)
+
+
+# ---------------------------------------------------------------------------------------------------------- named hosts
+# The hosts that discovery names.
+
+
+def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
+    """Enter a new answer of discovery."""
+    found, warning = within_limits(event.hosts, d.policy.max_np)
+    if warning:
+        d.warn(warning)
+    for name, known in list(d.hosts.items()):
+        if name not in found and known.is_named:
+            d.put_host(known, slots=0, is_named=False)
+            if known.slots:
+                d.note("host_removed", host=name)
+    racks = {host.name: host.rack for host in reversed(event.hosts)}
+    for order, (name, slots) in enumerate(found.items()):
+        before, rack = d.hosts.get(name) or Host(name), racks[name]
+        now = (order, slots, True, rack)
+        if (before.order, before.slots, before.is_named, before.rack) != now or name not in d.hosts:
+            most = max(before.slots_ever, slots)
+            d.put_host(before, order=order, slots=slots, is_named=True, rack=rack, slots_ever=most)
+        if slots and not before.slots:
+            if before.notices:  # the name belongs to another machine now, or the host may be used again
+                d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
+            if before.agent == "stopping":  # its end starts no preemption cooldown any more
+                d.put_host(d.hosts[name], draining="")
+            d.note("host_added", host=name, slots=slots)
+        elif before.slots and not slots:
+            d.note("host_removed", host=name)
+
+
+# ------------------------------------------------------------------------------------------------------------- together
+# Worlds of plain workers, which do not use ``run``: who is in one, when it starts, and its publication.
+#
+# All workers of such a world start together, because each reads its place when it starts.
+
+
+def may_start(d: Draft) -> bool:
+    """Return True if a round may start: the command may be plain, and no worker of the last round lives."""
+    return d.ledger.kind != "elastic" and d.ledger.round is None and not d.workers and isinstance(d.phase, Waiting)
+
+
+def window_end(d: Draft) -> float:
+    """Return the time until which a round waits for more slots, when the free slots are enough but fewer than np."""
+    return d.ledger.enough_since + d.policy.join_window_s
+
+
+def chosen(d: Draft, free: Sequence[t.SlotId], are_more_expected: bool) -> list[t.SlotId]:
+    """Return the free slots in which a round starts now; [] to wait for more slots."""
+    policy = d.policy
+    if len(free) < policy.fewest(d.generation):
+        return []
+    if len(free) < policy.np and are_more_expected and d.now < window_end(d):
+        return []
+    return list(free[: policy.max_np])
+
+
+def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t.PlainPlace]]:
+    """Return the places of ``workers``, which are in the order of their hosts."""
+    placements = assign([(worker, NEWCOMER) for worker in workers])
+    first: dict[str, int] = {}
+    for placement in placements:
+        first.setdefault(placement.worker.host, placement.rank)
+    return [
+        (
+            p,
+            t.PlainPlace(
+                generation=d.generation + 1,
+                rank=p.rank,
+                size=len(placements),
+                local_rank=p.rank - first[p.worker.host],
+                local_size=p.local_size,
+                group_rank=p.cross_rank,
+                group_size=p.cross_size,
+                restarts=d.ledger.restarts,
+                max_restarts=d.policy.reset_limit,
+                store_host=placements[0].worker.host,
+            ),
+        )
+        for p in placements
+    ]
+
+
+def begin_round(d: Draft, members: Iterable[t.Placement]) -> None:
+    """Record that these workers have been started together. Publish their world if the command is known to be plain."""
+    d.update_ledger(round=Round(tuple(members), d.now), enough_since=inf)
+    if d.ledger.kind == "plain":
+        publish(d)
+
+
+def publish(d: Draft) -> None:
+    """Enter Together: the present round is a world. A failure, a change of the members or their end ends this phase."""
+    present = d.ledger.round
+    assert present is not None
+    left = [] if d.world is None else [str(member.worker) for member in d.world.members]
+    accounting.next_generation(d)
+    d.world = t.World(d.generation + 1, present.members, 0, (), "", fresh=True, is_plain=True)
+    for member in present.members:
+        worker = d.workers.get(member.worker)
+        if worker is not None:
+            generation = d.world.generation
+            d.put(worker, joined=generation, first_joined=generation, rank=member.rank, ready_at=d.now, place="train")
+    d.update_ledger(is_broken=False)
+    for host in list(d.hosts.values()):
+        if host.may_live_until > -inf:
+            d.put_host(host, may_live_until=-inf)
+    d.note(
+        "world_formed",
+        size=d.world.size,
+        hosts=d.world.members[0].cross_size,
+        joined=[str(member.worker) for member in present.members],
+        left=left,
+        root=0,
+        synced=0,
+        plain=True,
+    )
+    d.phase = Together(since=present.since)
+    d.reason = f"world {d.world.generation}: {number_of(d.world.size, 'worker')} without run"
+
+
+# ---------------------------------------------------------------------------------------------------------------- slots
 
 
 def mark_draining(d: Draft) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import stalls, types as t
+from elasticstate.core import diagnostics, types as t
 from elasticstate.core.ending import become_over
-from elasticstate.core.phases import Finishing, Running, Stall
-from elasticstate.core.records import Draft, Worker
+from elasticstate.core.state import Draft, Finishing, Running, Stall, Worker
 
 ANSWER_S = 1.0  # seconds for the agents to answer the request for all calls
 _CALL_ENDED = "the call has ended"
@@ -34,7 +33,7 @@ def check_stalls(d: Draft, phase: Running, members: list[Worker]) -> Running:
     """Report stalls that have begun or ended. Return the phase with the present stalls."""
     if not phase.has_calls:
         return phase
-    groups = stalls.waiting(members)
+    groups = diagnostics.waiting(members)
     known = tuple(stall for stall in phase.stalls if stall.call in groups)
     for stall in phase.stalls:
         if stall not in known:
@@ -57,7 +56,7 @@ def stall_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterator
     """Yield the times at which a stall must be reported, or ends the job."""
     if not phase.has_calls:
         return
-    groups = stalls.waiting(members)
+    groups = diagnostics.waiting(members)
     due_at = min((_due_at(d, inside) for _, inside in _unreported(d, groups, phase.stalls, members)), default=inf)
     yield "stall check", due_at if phase.watched_since is None else max(due_at, phase.watched_since + ANSWER_S)
     yield "stall shutdown", min((_shutdown_at(d, stall) for stall in phase.stalls), default=inf)
@@ -70,12 +69,12 @@ def overdue_stall(d: Draft, phase: Running) -> Stall | None:
 
 def shut_down(d: Draft, phase: Running, stall: Stall, members: list[Worker]) -> None:
     """End the job as failed, because of a stall."""
-    inside = stalls.waiting(members).get(stall.call, [])
-    missing = stalls.absent(inside, members) if inside else []
+    inside = diagnostics.waiting(members).get(stall.call, [])
+    missing = diagnostics.absent(inside, members) if inside else []
     limit_s = d.policy.stall_shutdown_s
     reason = (
         f"stall: {stall.text} was not made on all ranks within --stall-shutdown-time of {limit_s:g} s; missing: "
-        f"{stalls.absent_text(missing)}"
+        f"{diagnostics.absent_text(missing)}"
     )
     for each in phase.stalls:
         _note_end(d, each, "--stall-shutdown-time")
@@ -92,18 +91,18 @@ def end_stalls(d: Draft, phase: Running) -> None:
 
 
 def _unreported(
-    d: Draft, groups: dict[stalls.Call, list[Worker]], known: tuple[Stall, ...], members: list[Worker]
-) -> Iterator[tuple[stalls.Call, list[Worker]]]:
+    d: Draft, groups: dict[diagnostics.Call, list[Worker]], known: tuple[Stall, ...], members: list[Worker]
+) -> Iterator[tuple[diagnostics.Call, list[Worker]]]:
     """Yield the calls with missing ranks, and the members that wait there, unless the stall is reported already."""
     reported = {stall.call for stall in known}
     for call, inside in groups.items():
-        if call not in reported and stalls.absent(inside, members):
+        if call not in reported and diagnostics.absent(inside, members):
             yield call, inside
 
 
 def _due_at(d: Draft, inside: list[Worker]) -> float:
     limit_s = d.policy.stall_check_s
-    return inf if limit_s is None else stalls.since(inside) + limit_s
+    return inf if limit_s is None else diagnostics.since(inside) + limit_s
 
 
 def _shutdown_at(d: Draft, stall: Stall) -> float:
@@ -114,15 +113,17 @@ def _shutdown_at(d: Draft, stall: Stall) -> float:
 def _begin(d: Draft, inside: list[Worker], members: list[Worker]) -> Stall:
     """Report a stall, and return it."""
     assert inside[0].call is not None
-    missing = stalls.absent(inside, members)
-    stall = Stall((inside[0].call.process_set, inside[0].call.number), stalls.text_of(inside), stalls.since(inside))
+    missing = diagnostics.absent(inside, members)
+    stall = Stall(
+        (inside[0].call.process_set, inside[0].call.number), diagnostics.text_of(inside), diagnostics.since(inside)
+    )
     d.note(
         "stall",
         call=stall.text,
         seconds=round(d.now - stall.since, 3),
         waiting=[worker.rank for worker in inside],
         missing=[worker.rank for worker in missing],
-        who=stalls.absent_text(missing),
+        who=diagnostics.absent_text(missing),
     )
     return stall
 

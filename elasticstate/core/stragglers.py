@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from elasticstate.core.cooldown import patience_s
-from elasticstate.core.phases import Finishing, Running, Straggler
-from elasticstate.core.records import Draft, Worker
+from elasticstate.core.slots import patience_s
+from elasticstate.core.state import Draft, Finishing, Running, Straggler, Worker
 from elasticstate.core.worlds import candidates
 
 WINDOW = 10

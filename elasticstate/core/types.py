@@ -2,34 +2,383 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
-from elasticstate.core.collectives import (
-    AskWhere as AskWhere,
-    Collective as Collective,
-    CollectivesReport as CollectivesReport,
-    CollectivesReported as CollectivesReported,
-)
-from elasticstate.core.copies import (
-    CommitDamaged as CommitDamaged,
-    CopyDropped as CopyDropped,
-    CopyEffect,
-    CopyEvent,
-    CopyKept as CopyKept,
-    CopyOf as CopyOf,
-    ForgetCopies as ForgetCopies,
-    Replicate as Replicate,
-    ShardsAttached as ShardsAttached,
-    ShardSource as ShardSource,
-    StopReplication as StopReplication,
-)
-from elasticstate.core.durable import DurableCopySaved as DurableCopySaved, DurableSource as DurableSource
-from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
-from elasticstate.core.message import Message as Message
-from elasticstate.core.places import Placement as Placement, PlainPlace as PlainPlace
+from elasticstate.core.texts import ranks_text
+
+# ------------------------------------------------------------------------------------------------------------------ ids
+# Identifiers of commits, slots, workers and hosts. No imports from elasticstate, so that the options can use them.
+
+
+class CommitId(NamedTuple):
+    """Identifier of a commit: the generation and the tick at which the commit was made, compared in this order.
+
+    ``sync()`` seals ``(g, 0)`` when generation ``g`` begins. The user's commits have ``tick >= 1``.
+    """
+
+    generation: int
+    tick: int
+
+    def __str__(self) -> str:
+        return f"({self.generation}, {self.tick})"
+
+
+class SlotId(NamedTuple):
+    """Identifier of one slot on a host: a device index."""
+
+    host: str
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.slot}"
+
+
+class WorkerId(NamedTuple):
+    """Identifier of one process in a slot. ``incarnation`` counts the processes of the slot, from 1."""
+
+    host: str
+    slot: int
+    incarnation: int
+
+    @property
+    def slot_id(self) -> SlotId:
+        return SlotId(self.host, self.slot)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.slot}#{self.incarnation}"
+
+
+def without_case(host: str) -> str:
+    """Return a host name in the form in which names are compared: they have no case."""
+    return host.lower()
+
+
+class HostSlots(NamedTuple):
+    """Discovery's entry for a host: its name, its number of slots, and its rack ("": not known).
+
+    Hosts of one rack may be lost together, so replicas are kept in other racks.
+    """
+
+    name: str
+    slots: int
+    rack: str = ""
+
+
+# -------------------------------------------------------------------------------------------------------------- message
+# Message: the base of all messages of the control plane.
+
+
+class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages of the control plane: an array ``[tag, field, ...]`` in MessagePack.
+
+    An effect of the core that is sent unchanged is a message itself.
+    """
+
+
+# --------------------------------------------------------------------------------------------------------------- places
+# Places of workers: in a world, and in a world of plain commands.
+
+
+class Placement(Struct, frozen=True, gc=False):
+    """Position of one worker in a world, in the terms of Horovod and torchrun; see docs/how-it-works.md."""
+
+    worker: WorkerId
+    rank: int
+    local_rank: int  # the slot: the device index, sticky for the life of the worker
+    local_size: int
+    local_leader: bool  # exactly one worker per host and world
+    cross_rank: int  # index of the host
+    cross_size: int  # number of hosts
+
+
+class PlainPlace(Struct, frozen=True, array_like=True, gc=False):
+    """Position of a worker that does not use ``run``, for torchrun's environment variables. Valid until its end."""
+
+    generation: int  # the number of this world
+    rank: int
+    size: int
+    local_rank: int  # position among the workers of its host, without gaps
+    local_size: int
+    group_rank: int  # index of its host
+    group_size: int  # number of hosts
+    restarts: int  # failed worlds before this one
+    max_restarts: int | None  # None: no limit
+    store_host: str  # the host whose agent provides the store
+    store: str = ""  # its "address:port", filled in by the driver
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+# Layouts of generations: which shards each slot holds. Frozen values; the rules for them are in sharded.py.
+
+
+class ShardLayout(Struct, frozen=True, gc=False):
+    """Shards of a generation: the digest of each slot of its world. All members have attached."""
+
+    generation: int
+    digests: tuple[tuple[SlotId, int], ...]
+
+
+class Replication(Struct, frozen=True, gc=False):
+    """Replication in progress of one commit."""
+
+    commit: CommitId
+    copies: frozenset[tuple[SlotId, str]]  # all of them: slot, and host that keeps the copy
+    missing: frozenset[tuple[SlotId, str]]  # those that are not reported yet
+    since: float
+
+
+class Shards(Struct, frozen=True, gc=False):
+    """State of a sharded job. Without a layout the job is not sharded."""
+
+    layouts: tuple[ShardLayout, ...] = ()  # of the generations whose commits may be the line, the newest last
+    line: CommitId | None = None  # newest commit that all members of the newest world are known to have sealed
+    line_at: float = -inf  # when that became known
+    replicated: CommitId | None = None  # newest commit whose replication is complete
+    replicated_at: float = -inf
+    forgotten: CommitId | None = None  # connected agents keep no copies of older commits, except of ``replicated``
+    replication: Replication | None = None
+    failures: int = 0  # replications in a row that were given up
+    trouble: str = ""  # why the last of them was given up
+    not_before: float = -inf  # no replication begins before this time
+    refusals: tuple[tuple[str, float], ...] = ()  # hosts that refused a copy, and until when others come first
+
+
+# -------------------------------------------------------------------------------------------------------------- durable
+# Durable copies, as far as the core knows them: where a world without a usable commit gets its state.
+
+
+@dataclass(frozen=True, slots=True)
+class DurableCopySaved:
+    """A durable copy of this commit is complete."""
+
+    commit: CommitId
+
+
+class DurableSource(Message, frozen=True):
+    """Storage with durable copies, from which a world starts: from the newest one that is intact.
+
+    ``is_required``: the job has committed, so it must not begin anew. ``is_sharded``: members hold commits with shards
+    that are no use, so only a copy of a sharded state will do.
+    """
+
+    place: str  # path or URL
+    timeout_s: float  # without progress
+    is_required: bool
+    is_sharded: bool = False
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+# Copies of commits of sharded jobs: where workers read shards, and which copies agents keep. See core/sharded.py.
+
+
+class CopyFigures(NamedTuple):
+    """Copies of one host, or of several. The bytes for replication count since the agent has started."""
+
+    memory_bytes: int = 0  # of complete and incomplete copies, and of files for the next ones
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOf:
+    """Copy of the commit of a slot, in the memory of a host: the slot's own buffer there, or a kept copy."""
+
+    host: str
+    slot: SlotId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """Copy from which a worker may read the shards that belong to a digest."""
+
+    digest: int  # of the shards; equal digests: the same shards
+    copy: CopyOf
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsAttached:
+    """All members of the worker's world have attached their shards, and have sealed them as ``(generation, 0)``.
+
+    ``digests``: of the shards of each member, by rank.
+    """
+
+    worker: WorkerId
+    generation: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyKept:
+    """The agent of ``host`` keeps a copy of the commit of ``slot``, complete and verified."""
+
+    host: str
+    slot: SlotId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDropped:
+    """The agent of ``host`` has no such copy: the copy is damaged, could not be made, or was refused."""
+
+    host: str
+    slot: SlotId
+    commit: CommitId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDamaged:
+    """The commit in a buffer of ``slot`` has a wrong checksum: the agent of its host has read it."""
+
+    slot: SlotId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Make the copies of a commit that are missing: of each of these slots, on this host. A slot's own host copies its
+    buffer."""
+
+    commit: CommitId
+    copies: tuple[tuple[SlotId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReplication:
+    """All agents cancel their last order to replicate a commit, and keep the copies that exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCopies:
+    """Agents remove the kept copies of commits older than ``before``, except those of ``besides``, and accept no more
+    copies of commits older than ``before``.
+
+    ``host``: only the agent of this host; "": all.
+    """
+
+    before: CommitId
+    besides: CommitId | None = None
+    host: str = ""
+
+
+CopyEvent = ShardsAttached | CopyKept | CopyDropped | CommitDamaged
+CopyEffect = Replicate | StopReplication | ForgetCopies
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+# Collective calls of workers: the report of a worker, the event for the core, and the effect that requests reports.
+
+
+class CallReport(Message, frozen=True):
+    """The newest collective call of a worker in ``generation``.
+
+    Process set and number identify the call: they are equal on all ranks.
+    """
+
+    generation: int
+    process_set: int  # 0: all ranks of the world
+    ranks: tuple[int, ...]  # of the process set; (): all ranks of the world
+    number: int
+    call: str
+    waiting_s: float | None  # seconds for which the worker has waited in the call; None: the worker has left the call
+
+
+@dataclass(frozen=True, slots=True)
+class CallReported:
+    """A worker has reported its newest collective call."""
+
+    worker: WorkerId
+    report: CallReport
+
+
+class WatchCalls(Message, frozen=True):
+    """Order to all agents: forward the reports of all calls in ``generation``, from the newest ones on.
+
+    ``on`` False: forward only reports of workers that have waited for --stall-check-time.
+    """
+
+    generation: int
+    on: bool
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+# Collectives that workers have entered: their reports when a generation has ended because it hangs, and the result.
+
+
+class Collective(Message, frozen=True):
+    """One collective. Group and number are equal on all ranks that enter it."""
+
+    group: str  # name of the process group
+    number: int  # in the group, from 1
+    text: str  # operation and sizes
+
+
+class CollectivesReport(Message, frozen=True):
+    """The last collectives that a worker has entered in ``generation``, and the stack of its main thread.
+
+    Sent when the generation has ended because it hangs, and as the answer to AskWhere.
+    """
+
+    generation: int
+    collectives: tuple[Collective, ...]
+    stack: str
+    line: str = ""  # the innermost line of it that is the script's own: ``train.py:14 in train: dist.barrier()``
+
+
+class AskWhere(Message, frozen=True):
+    """Order to all members of ``generation``: report where you are. The generation goes on."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesReported:
+    """A worker has reported its last collectives."""
+
+    worker: WorkerId
+    report: CollectivesReport
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a comparison: the collective, and the ranks that have entered it, that have not, and without report."""
+
+    collective: Collective | None  # None: no rank has entered one that another rank has not
+    entered: tuple[int, ...]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+    mixture: str = ""  # the first collective that is another one on some ranks
+
+    def text(self) -> str:
+        """Return the finding as a clause."""
+        silent = f"no report from {ranks_text(self.silent)}" if self.silent else ""
+        if self.mixture:
+            return ", ".join(filter(None, (self.mixture, silent)))
+        if self.collective is None:
+            return silent or "all ranks have entered the same collectives"
+        where = f"{self.collective.text} (number {self.collective.number} of {self.collective.group})"
+        parts = [f"{where} was entered by {ranks_text(self.entered)}"]
+        if self.missing:
+            parts.append(f"and not by {ranks_text(self.missing)}")
+        return ", ".join(filter(None, (" ".join(parts), silent)))
+
+
+class Hang(Struct, frozen=True, gc=False):
+    """A hang of ``generation``. ``ranks``: its members."""
+
+    generation: int
+    ranks: Mapping[str, int]  # by the names of the workers
+    reports: Mapping[int, CollectivesReport]  # by rank
+    found: Finding | None = None  # after the report is complete
+
+
+# ---------------------------------------------------------------------------------------------------------------- types
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,3 +773,45 @@ Effect = (
     | Note
     | EndJob
 )
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+# Limits on the slots that discovery may name, so that a mistyped number costs a warning and not the driver.
+#
+# A step of the core costs time for each slot. The limits leave spare slots and hosts beyond ``--max-np``: those
+# replace slots and hosts that fail.
+
+
+MAX_SLOTS_OF_HOST = 1024
+MAX_SLOTS = 65_536
+
+
+def within_limits(hosts: Sequence[HostSlots], max_np: int | None) -> tuple[dict[str, int], str]:
+    """Return the slots to use on each host, in discovery's order, and a warning ("" if discovery keeps to the limits).
+
+    The first line of a host counts. A larger ``max_np`` raises both limits.
+    """
+    most_of_host, vacancies = max(MAX_SLOTS_OF_HOST, max_np or 0), max(MAX_SLOTS, max_np or 0)
+    named: dict[str, int] = {}
+    for host in hosts:
+        named.setdefault(host.name, max(0, host.slots))
+    found: dict[str, int] = {}
+    for name, slots in named.items():
+        if vacancies == 0:
+            break
+        found[name] = min(slots, most_of_host, vacancies)
+        vacancies -= max(1, found[name])
+    return found, _warning(named, found)
+
+
+def _warning(named: dict[str, int], found: dict[str, int]) -> str:
+    cut = {name: slots for name, slots in named.items() if slots > found.get(name, 0)}
+    if not cut:
+        return ""
+    where = f"host {next(iter(cut))}" if len(cut) == 1 else f"{len(named)} hosts"
+    named_slots = sum((cut if len(cut) == 1 else named).values())
+    used = sum(found.get(name, 0) for name in (cut if len(cut) == 1 else named))
+    return (
+        f"discovery names {named_slots} slots on {where}: the job uses the first {used} of them. "
+        "A larger --max-np raises this limit."
+    )

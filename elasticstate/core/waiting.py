@@ -7,13 +7,26 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from elasticstate.core import misfits, types as t
+from elasticstate.core import types as t
+from elasticstate.core.commits import awaited, has_job_state
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import (
     become_over,
+    drain_deadlines,
+    earlier,
+    end_now,
+    fail_drains,
     fail_job,
+    first_cause,
+    is_live,
+    judge,
+    overdue_drains,
+    refine,
+    settle,
+    suspects_of,
+    verdict_deadlines,
 )
-from elasticstate.core.line import awaited_copies, exiting, find_line, hosts_of, is_sharded
+from elasticstate.core.hangs import check_ticks, reports_until, standstill_deadlines
 from elasticstate.core.partition import lease_s, may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.plain import (
     first_rounds,
@@ -25,10 +38,23 @@ from elasticstate.core.plain import (
     waiting_plain,
     waiting_plain_deadlines,
 )
-from elasticstate.core.records import Draft, Waiting, Worker
-from elasticstate.core.retained import awaited
-from elasticstate.core.running import become_running
-from elasticstate.core.slots import leave
+from elasticstate.core.running import become_finishing, become_running
+from elasticstate.core.sharded import (
+    awaited_copies,
+    exiting,
+    find_line,
+    hosts_of,
+    is_sharded,
+)
+from elasticstate.core.slots import FAILURES_IN_A_ROW, leave, stop
+from elasticstate.core.state import (
+    NEW_SLOT,
+    Draft,
+    Failure,
+    Forming,
+    Waiting,
+    Worker,
+)
 from elasticstate.core.texts import listed, number_of
 from elasticstate.core.worlds import (
     NOTHING,
@@ -39,6 +65,88 @@ from elasticstate.core.worlds import (
     postponed,
     staying,
 )
+
+# -------------------------------------------------------------------------------------------------------------- misfits
+# Misfits: new processes that cannot load the state of the job, because the training has changed its structure.
+#
+# A new process on a host of the world finds this out before its first READY, so nobody stops for it; its slot is
+# restarted with the usual backoff. On another host, it finds out in its first world. The others stop for it once:
+# afterwards, no worker is started in the slots of that host that have no member.
+#
+# The job ends with the reason if new processes are all that is left: if no member lives and no slot that holds the
+# newest commit can load it (an older commit would be a loss that nobody has asked for), or if too few members live.
+
+
+_ERROR = "StateMisfitError"  # in the traceback of such a worker: see errors.py
+
+
+def worker_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
+    """Record whether a worker has failed because it could not load the state of the job."""
+    is_new = not worker.joined or (worker.lacked and worker.joined == worker.first_joined)
+    is_misfit = is_new and bool(cause.exit_code) and _ERROR in cause.error
+    slot_id = worker.id.slot_id
+    if is_misfit or d.slots[slot_id].misfit is not None:
+        d.put_slot(slot_id, misfit=cause if is_misfit else None)
+    if is_misfit and worker.joined and d.ledger.highest is not None:  # else all have the same structure from the start
+        _bar(d, worker.id.host, cause)
+
+
+def _bar(d: Draft, host: str, cause: t.RootCause) -> None:
+    """Start no more workers in the slots of a host that have no member, and stop those that were in no world yet."""
+    barred = []
+    for index in range(d.hosts[host].slots_ever):
+        slot_id = t.SlotId(host, index)
+        slot = d.slots.get(slot_id, NEW_SLOT)
+        worker = d.workers.get(slot.worker) if slot.worker is not None else None
+        if worker is None or not worker.joined:
+            d.put_slot(slot_id, barred=True)
+            barred.append(slot_id)
+        if worker is not None and not worker.joined and not worker.gone:
+            stop(d, worker, "it could not load the state of the job")
+    slots = "slot" if len(barred) == 1 else "slots"
+    d.warn(
+        f"{slots} {listed(map(str, barred))}: no worker is started there any more, because a new one could not load "
+        f"the state of the job: {_last_line(cause)}"
+    )
+
+
+def of_newest_commit(d: Draft) -> t.RootCause | None:
+    """Return why the newest commit cannot be loaded by any new process; None if it can, or if that is not known."""
+    if all(slot.misfit is None for slot in d.slots.values()) or any(has_job_state(d, w) for w in d.workers.values()):
+        return None
+    newest = max((slot.retained for slot in d.slots.values() if slot.retained is not None), default=None)
+    if newest is None:
+        return None
+    holders = [slot for slot in d.slots.values() if slot.retained == newest]
+    ready = [worker.ready.commit for worker in d.workers.values() if worker.ready is not None and not worker.gone]
+    if any(commit is not None and commit >= newest for commit in ready):
+        return None
+    found: t.RootCause | None = None
+    for slot in holders:
+        if slot.misfit is None:
+            return None
+        found = earlier(found, slot.misfit)
+    return found
+
+
+def of_all_free_slots(d: Draft) -> t.RootCause | None:
+    """Return why no free slot can help a job with too few workers: new processes in all of them could not load its
+    state, repeatedly. None if that is not so."""
+    free = [slot for slot in d.slots.values() if slot.worker is None and not slot.finished]
+    found: t.RootCause | None = None
+    for slot in free:
+        if not slot.barred and (slot.misfit is None or slot.failures < FAILURES_IN_A_ROW):
+            return None
+        found = earlier(found, slot.misfit) if slot.misfit is not None else found
+    return None if d.booting else found
+
+
+def _last_line(cause: t.RootCause) -> str:
+    lines = [line for line in cause.error.splitlines() if _ERROR in line]
+    return lines[-1].strip() if lines else cause.reason
+
+
+# -------------------------------------------------------------------------------------------------------------- waiting
 
 
 def become_waiting(d: Draft) -> None:
@@ -55,7 +163,7 @@ def waiting(d: Draft, phase: Waiting) -> None:
         waiting_plain(d, phase)
     elif has_finished(d):
         become_over(d, True)
-    elif (misfit := misfits.of_newest_commit(d)) is not None:
+    elif (misfit := of_newest_commit(d)) is not None:
         fail_job(d, "the newest commit does not fit the objects of a new process", misfit)
     elif d.generation == 0 and not restarts_are_limited(d) and every_worker_failed(d):
         fail_job(d, "every worker failed before the first world", d.ledger.outage)
@@ -74,7 +182,7 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     enough = len(stay) >= policy.fewest(d.generation)
     if not enough:
         _await_retained(d, None)
-        if d.generation and (misfit := misfits.of_all_free_slots(d)) is not None:
+        if d.generation and (misfit := of_all_free_slots(d)) is not None:
             fail_job(d, f"{policy.fewest_text(d.generation)}, and no new process can load the state of the job", misfit)
             return
     d.reason = f"{number_of(len(stay), 'worker')} ready, {policy.fewest_text(d.generation)}"
@@ -302,3 +410,90 @@ def failed_slots(d: Draft) -> int:
     slots = [d.slots[slot_id] for slot_id in slot_ids if slot_id in d.slots]
     bad = sum(slot.failures >= d.policy.max_no_progress for slot in slots)
     return bad if len(slot_ids) - bad < d.policy.fewest(d.generation) else 0
+
+
+# -------------------------------------------------------------------------------------------------------------- forming
+# The phase Forming: a generation has ended, and the core waits for its living members to form the next world.
+
+
+def forming(d: Draft, phase: Forming) -> None:
+    members = d.members()
+    if d.broken:
+        if is_live(d) and any(member.ready is None for member in members):
+            end_now(d, first_cause(d.broken))
+        else:
+            refine(d, phase, d.broken)
+    elif is_live(d) and members and all(member.in_gate for member in members):
+        become_finishing(d)  # train has returned on all members before tick K: no member is left to interrupt
+        return
+    if overdue := overdue_drains(d, members):
+        fail_drains(d, overdue)
+        members = d.members()
+    if is_live(d) and (suspects := suspects_of(d, members)):
+        judge(d, members, suspects)
+        members = d.members()
+    phase, awaited = _forming(d), _awaited(members)
+    if d.now >= _regroup_end(d, phase, awaited):
+        _give_up(d, phase, awaited)
+        phase, awaited = _forming(d), []
+    if awaited:
+        if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
+            d.note("waiting", **{"for": f"the end of generation {phase.ended}", "who": names(awaited)})
+            d.phase = replace(phase, noticed=True)
+        if is_live(d) and phase.clock is None:
+            check_ticks(d, members)
+        d.reason = f"waiting for {names(awaited)} to leave generation {phase.ended}"
+        return
+    if phase.clock is not None and d.now < reports_until(d, phase.clock):
+        d.reason = f"waiting for reports on the hang of generation {phase.ended}"
+        return
+    settle(d, phase)
+    if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
+        become_waiting(d)
+
+
+def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
+    members = d.members()
+    yield from drain_deadlines(d, members)
+    if is_live(d):
+        yield from verdict_deadlines(d, suspects_of(d, members))
+        yield from standstill_deadlines(d)
+    awaited = _awaited(members)
+    yield "regroup", _regroup_end(d, phase, awaited)
+    if awaited and not phase.noticed:
+        yield "notice", phase.since + d.policy.waiting_notice_s
+    if not awaited and phase.clock is not None:
+        yield "reports on a hang", reports_until(d, phase.clock)
+
+
+def _regroup_end(d: Draft, phase: Forming, awaited: list[Worker]) -> float:
+    """Return the time at which the core gives up members that have not left the generation."""
+    return phase.clock + d.policy.regroup_timeout_s if awaited and phase.clock is not None else inf
+
+
+def _awaited(members: list[Worker]) -> list[Worker]:
+    """Return the members that may still become READY. A member with a confirmed own error will not. If all members
+    have one, their exits are awaited."""
+    found = [w for w in members if w.ready is None and not w.late]
+    if all(w.confirmed_at is not None for w in members):
+        return found
+    return [w for w in found if w.confirmed_at is None]
+
+
+def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:
+    """Handle the regroup time-out: late members keep their slots and may join later, as newcomers."""
+    limit_s = d.policy.regroup_timeout_s
+    reason = f"{names(awaited)} did not leave generation {phase.ended} within --regroup-timeout of {limit_s:g} s"
+    cause = t.RootCause(reason, generation=phase.ended)
+    if phase.at_tick is not None:
+        end_now(d, Failure(cause, "lost"))
+    elif phase.failure is not None and phase.failure.kind == "reported":
+        d.phase = replace(phase, failure=Failure(cause, "lost"))
+    d.note("warning", text=reason)
+    for worker in awaited:
+        d.put(worker, late=True)
+
+
+def _forming(d: Draft) -> Forming:
+    assert isinstance(d.phase, Forming)
+    return d.phase

@@ -9,8 +9,7 @@ from math import inf
 from elasticstate.core import types as t
 from elasticstate.core.assignment import NEWCOMER, assign
 from elasticstate.core.keepers import choose_keepers, keeper_of, keeps
-from elasticstate.core.records import Draft, Worker
-from elasticstate.core.ticking import Ticking
+from elasticstate.core.state import Draft, Ticking, Worker
 
 NOTHING = t.CommitId(0, 0)
 """Older than every commit."""

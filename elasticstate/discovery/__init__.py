@@ -21,10 +21,10 @@ Hosts = tuple[HostSlots, ...]
 
 GROUP = "elasticstate.discovery"
 SOURCES = {
-    "list": "elasticstate.discovery.host_list:HostList",
-    "hostfile": "elasticstate.discovery.hostfile:Hostfile",
-    "script": "elasticstate.discovery.script:DiscoveryScript",
-    "dial-in": "elasticstate.discovery.dial_in:DialIn",
+    "list": "elasticstate.discovery.sources:HostList",
+    "hostfile": "elasticstate.discovery.sources:Hostfile",
+    "script": "elasticstate.discovery.sources:DiscoveryScript",
+    "dial-in": "elasticstate.discovery.sources:DialIn",
     "slurm": "elasticstate.discovery.slurm:SlurmNodes",
     "ray": "elasticstate.ray.nodes:RayNodes",
     "kubernetes": "elasticstate.kubernetes.pods:Pods",

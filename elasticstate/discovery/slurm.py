@@ -6,7 +6,7 @@ import shlex
 
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
-from elasticstate.discovery.script import run_script
+from elasticstate.discovery.sources import run_script
 from elasticstate.errors import OptionError
 from elasticstate.options import Options, slurm_allocation
 

@@ -1,30 +1,309 @@
 """The agents of a job: their connections, and the messages to them.
 
-agent_server.py listens for them, agent_starter.py starts and ends their processes, agent_silence.py detects silent
+agents.py listens for them, agents.py starts and ends their processes, agents.py detects silent
 ones. An unreachable agent on another host need not be dead: it may connect again, with its workers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from elasticstate import commits as commit_directory
+from elasticstate.backends import DriverBackend
 from elasticstate.core import types as t
-from elasticstate.core.ids import without_case
-from elasticstate.driver.agent_handle import AgentHandle
-from elasticstate.driver.agent_server import AgentServer
-from elasticstate.driver.agent_silence import watch_silence
-from elasticstate.driver.agent_starter import AgentStarter
-from elasticstate.driver.background_tasks import BackgroundTasks
-from elasticstate.launchers.dial_in import DialledIn
+from elasticstate.core.types import without_case
+from elasticstate.driver.beats import next_beat
+from elasticstate.driver.durable import DurableCopies
+from elasticstate.driver.job import BackgroundTasks, EventQueue, JobState, Journal
+from elasticstate.driver.launch_results import LaunchResults
+from elasticstate.driver.output import CountedLines, OutputTroubles, Tails
+from elasticstate.driver.reattach import Reattachment
+from elasticstate.errors import OptionError
+from elasticstate.failures import signal_name
+from elasticstate.launchers import AgentProcess, HostLaunchers
+from elasticstate.launchers.local import AdoptedAgent, DialledIn
+from elasticstate.machine import version
 from elasticstate.net import codec, messages
-from elasticstate.net.control import AgentStream
-from elasticstate.net.names import address_towards, is_this_machine, outward_address
+from elasticstate.net.control import AgentStream, ControlServer, Owner
+from elasticstate.net.messages import JobSpec, Launch
+from elasticstate.net.names import (
+    LOCALHOST,
+    address_of,
+    address_towards,
+    is_this_machine,
+    outward_address,
+    own_addresses,
+)
 from elasticstate.net.strangers import Strangers
-from elasticstate.options.kinds import is_host_name
+from elasticstate.net.trust import Trust
+from elasticstate.options import CONNECT_TIMEOUT_S, Options, agent_variable, passed_on
+from elasticstate.options.kinds import is_host_name, split_address
+from elasticstate.processes import kill_marked
 from elasticstate.threads import in_thread
+
+# --------------------------------------------------------------------------------------------------------- agent handle
+# The driver's record of an agent.
+
+
+@dataclass(slots=True, eq=False)
+class AgentHandle:
+    """Record of one agent: its host, process and connection."""
+
+    host: str
+    id: str
+    process: AgentProcess
+    since: float  # time when it was started or lost
+    stream: AgentStream | None = None
+    pid: int | None = None
+    slots: int = 0  # offered by an agent that has dialled in
+    rack: str = ""  # named by it
+    watcher: asyncio.Task[None] | None = None
+    has_reported: bool = False  # its host is locked: no earlier agent of the job lives there
+    is_stopping: bool = False  # Shutdown was sent
+    is_lost: bool = False
+    has_ended: bool = False  # its process on this machine
+
+
+# --------------------------------------------------------------------------------------------------------- agent server
+# The addresses where agents connect, and the warnings of refused connections.
+
+
+class AgentServer:
+    """The driver's server for agents. ``owner`` gets their messages."""
+
+    def __init__(
+        self,
+        options: Options,
+        token: str,
+        owner: Owner,
+        warn: Callable[[str], None],
+        log: Callable[[str], None],
+        strangers: Strangers | None,
+    ) -> None:
+        self._options = options
+        self._server = ControlServer(Trust(token), options.connect_timeout_s, owner, version(), strangers)
+        self._log = log
+        self.refused = CountedLines(warn).refused
+        self.is_open = False  # for other hosts
+        self.ports: tuple[int, ...] = ()
+        self.addresses: tuple[str, ...] = ()
+
+    def listen(self, job: str, ports: tuple[int, ...]) -> None:
+        """Listen on the previous driver's ``ports``, or on any. Raises OptionError."""
+        if self._options.listen is not None:
+            self._listen_for_hosts(*split_address(self._options.listen))
+        try:
+            self.ports = (self._server.listen(LOCALHOST, *ports[:1]),)
+            self.addresses = (f"{LOCALHOST}:{self.ports[0]}",)
+            if ports[1:]:
+                self.open(ports[1])
+        except OSError as error:
+            raise OptionError(
+                f"--job-name: {job!r}: its agents connect to the ports {', '.join(map(str, ports))}, and the driver "
+                f"cannot listen there ({error.strerror}). Stop the process that uses these ports."
+            ) from None
+
+    def _listen_for_hosts(self, host: str, port: int) -> None:
+        """Listen for agents that dial in (``--listen``): each of them is a host. Raises OptionError."""
+        try:
+            port = self._server.listen(host, port)
+        except OSError as error:
+            raise OptionError(
+                f"--listen: {self._options.listen!r}: {error.strerror}. Give an address of this machine and a free "
+                "port."
+            ) from None
+        self.is_open = True
+        shown = host if host not in ("0.0.0.0", "::") else next(iter(own_addresses()), LOCALHOST)
+        command = f"elasticrun agent --join {shown}:{port} --token-file {self._options.token_file}"
+        self._log(f"waiting for agents: run {command} on each host")
+
+    def open(self, port: int = 0) -> None:
+        """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
+        port = self._server.listen("0.0.0.0", port)
+        self.ports = (self.ports[0], port)
+        self.addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
+        self.is_open = True
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+
+# -------------------------------------------------------------------------------------------------------- agent silence
+# Detection of silent agents: a process that lives may still be unreachable or stopped.
+
+
+_LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
+_LOOKS_PER_HEARTBEAT = 5  # a heartbeat to each agent at every 5th check only, because it costs more
+_LONGEST_INTERVAL_S = 1.0
+
+
+async def watch_silence(
+    options: Options, agents: Callable[[], list[AgentHandle]], lose: Callable[[AgentHandle, str], None]
+) -> None:
+    """Count silent agents as lost, even if their process lives. Send heartbeats, so that agents can do likewise."""
+    loop = asyncio.get_running_loop()
+    interval_s = min(_LONGEST_INTERVAL_S, options.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
+    limit_s = options.heartbeat_timeout_s
+    looked_at = forgiven_until = loop.time()
+    looks = 0
+    while True:
+        await next_beat(interval_s)
+        now = loop.time()
+        stalled_s = now - looked_at - interval_s
+        looked_at = now
+        looks += 1
+        if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
+            forgiven_until = now
+        for agent in agents():
+            if agent.stream is not None:
+                if looks % _LOOKS_PER_HEARTBEAT == 0:
+                    agent.stream.heartbeat()
+                if now - max(agent.stream.received_at, forgiven_until) > limit_s:
+                    lose(agent, f"sent no heartbeat for --heartbeat-timeout of {limit_s:g} s")
+            elif now - max(agent.since, forgiven_until) > options.start_timeout_s:
+                lose(agent, f"did not connect within --start-timeout of {options.start_timeout_s:g} s")
+
+
+# -------------------------------------------------------------------------------------------------------- agent starter
+# Start of agents, and their processes until they have ended.
+
+
+class AgentStarter:
+    """Starter of agents. ``ended(agent, how)`` is called when the process of an agent has ended and is cleaned up."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        token: str,
+        directory: Path,
+        server: AgentServer,
+        tasks: BackgroundTasks,
+        ended: Callable[[AgentHandle, str], None],
+    ) -> None:
+        self._spec = spec
+        self._token = token
+        self._directory = directory
+        self._server = server
+        self._tasks = tasks
+        self._ended = ended
+        self._launchers = HostLaunchers(spec.options)
+        self._started = 0
+        self.own_address = ""  # at which the other hosts reach this one; empty: not known
+        self.running: set[AgentHandle] = set()  # agents whose process lives, or is not cleaned up yet
+
+    @property
+    def _options(self) -> Options:
+        return self._spec.options
+
+    def refuse(self, host: str) -> str:
+        """Return why no agent can be started on a host, or ""."""
+        if reason := self._launchers.refuse(host):
+            return reason
+        if is_this_machine(host) or self._server.is_open or not self._started:
+            return ""
+        return (
+            f"host {host!r} is another machine, but all hosts of the job were this machine when the job started. Its "
+            "workers listen on the loopback interface, which another machine cannot reach"
+        )
+
+    def start(self, host: str) -> AgentHandle:
+        """Start the agent of a host. Raises OSError if that fails."""
+        self._started += 1
+        launcher = self._launchers.of(host)
+        launch = self._launch(host, launcher.is_local)
+        log = self._directory / f"launch-{self._spec.epoch}-{self._started}"
+        process = launcher.start(launch, log)
+        return self.follow(AgentHandle(host, launch.agent, process, _now()))
+
+    def _launch(self, host: str, here: bool) -> Launch:
+        return Launch(
+            host=host,
+            agent=secrets.token_hex(8),
+            slots=0,
+            addresses=self._server.addresses,
+            token=self._token,
+            connect_timeout_s=self._options.connect_timeout_s,
+            wait_s=max(CONNECT_TIMEOUT_S, self._options.connect_timeout_s),  # several attempts, if each is short
+            local_address=self._address_of(host, here),
+            socket=str(self._directory / f"agent-{self._spec.epoch}-{self._started}") if here else "",
+            directory=os.getcwd(),
+            job_directory=str(self._directory) if here else "",
+            environment=() if here else passed_on(self._options.env),
+        )
+
+    def _address_of(self, host: str, here: bool) -> str:
+        """Return the address at which the other hosts reach this host; "": that of its agent's connection."""
+        if self._server.is_open:
+            return self.own_address if here else ""
+        return address_of(host)
+
+    def adopt(self, host: str, dead: Callable[[], None]) -> AgentHandle | None:
+        """Follow the agent of a host that the previous driver has started. Return None if it is on another machine, or
+        dead; ``dead()`` follows when the processes of a dead agent are killed."""
+        self._started += 1
+        if not is_this_machine(host) or self._options.listen is not None:
+            return None
+        pid, socket = commit_directory.agent_on(self._options.commit_dir, self._spec.job_id, host)
+        try:
+            if not pid:
+                raise ProcessLookupError
+            return self.follow(AgentHandle(host, "", AdoptedAgent(pid, socket), _now(), pid=pid))
+        except ProcessLookupError:
+            self._tasks.start(_clear(socket, dead))
+            return None
+
+    def accept(self, host: str, agent_id: str, slots: int) -> AgentHandle:
+        """Follow an agent that this driver has not started."""
+        return self.follow(AgentHandle(host, agent_id, DialledIn(), _now(), slots=slots))
+
+    def follow(self, agent: AgentHandle) -> AgentHandle:
+        self.running.add(agent)
+        agent.watcher = self._tasks.start(self._watch(agent))
+        return agent
+
+    async def _watch(self, agent: AgentHandle) -> None:
+        """Wait until the agent's process has ended; on another host, the command that started it."""
+        how = await agent.process.ended()
+        agent.has_ended = agent.process.is_local
+        if not agent.process.is_local and agent.stream is not None:
+            agent.process = DialledIn()
+            how = await agent.process.ended()
+        await agent.process.clear()
+        self._ended(agent, how)
+        self.running.discard(agent)
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Wait until all agents, which have received Shutdown, have ended; at once when ``hurry`` is set."""
+        watchers = [agent.watcher for agent in self.running if agent.watcher is not None]
+        if not watchers:
+            return
+        gone = asyncio.ensure_future(asyncio.wait(watchers))
+        hurried = asyncio.ensure_future(hurry.wait())
+        timeout_s = self._options.stop_timeout_s + self._options.heartbeat_timeout_s  # first its workers, then itself
+        await asyncio.wait({gone, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        for agent in list(self.running):
+            agent.process.kill()
+        await gone
+
+
+async def _clear(socket: str, dead: Callable[[], None]) -> None:
+    await in_thread(kill_marked, *agent_variable(socket))
+    dead()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# --------------------------------------------------------------------------------------------------------------- agents
+
 
 _LAST_MOMENT_S = 0.1
 _IN_FLIGHT_S = 1.0  # data of an agent that arrives so long after the next one has dialled in was sent after that
@@ -342,3 +621,178 @@ class Agents:
 
     def refused(self, peer: str, reason: str) -> None:
         self._server.refused(peer, reason)
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+# Conversion of workers' messages to events of the core.
+
+
+_PLACES = {place: place.name.lower() for place in messages.Place}
+
+
+def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
+    read = (stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace, stamp.previous)
+    return t.Heartbeat(worker, _PLACES[stamp.place], *read, stamp.still_s, stamp.trained_s)
+
+
+def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
+    """Return the event for a message; None if the core does not need the message."""
+    match body:
+        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
+            last = (generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
+            return t.WorkerReady(worker, *last, body.commit_s, body.has_shards, body.trained_s)
+        case messages.HoldAnswer(generation, ticks, in_gate, number):
+            return t.HoldAnswered(worker, generation, ticks, in_gate, number)
+        case messages.RunUsed():
+            return t.WorkerUsesRun(worker)
+        case messages.GenerationFailure(generation, certain, error, hang):
+            return t.FailureReported(worker, generation, certain, error, hang)
+        case messages.CollectivesReport():
+            return t.CollectivesReported(worker, body)
+        case messages.Gate(generation, commit_s):
+            return t.GateEntered(worker, generation, commit_s)
+        case messages.First(generation, train_s, sync_s):
+            return t.FirstTick(worker, generation, train_s, sync_s)
+        case messages.Attached(generation, digests):
+            return t.ShardsAttached(worker, generation, digests)
+        case messages.CallReport():
+            return t.CallReported(worker, body)
+        case messages.CommitSealed():
+            return body if body.worker == worker else None
+        case messages.WorkerPreemptionNotice(number):
+            return t.WorkerDraining(worker, f"{signal_name(number)} to the worker")
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- agent messages
+# AgentMessages: handles the messages that the driver receives from agents.
+
+
+class AgentMessages:
+    """Handler of the messages of agents and their workers. Most of them become events of the core."""
+
+    def __init__(
+        self,
+        agents: Agents,
+        backend: DriverBackend,
+        state: JobState,
+        queue: EventQueue,
+        journal: Journal,
+        outputs: OutputTroubles,
+        launch_results: LaunchResults | None,
+        reattachment: Reattachment | None,
+        tails: Tails,
+        durable: DurableCopies,
+    ) -> None:
+        self._agents = agents
+        self._backend = backend
+        self._state = state
+        self._queue = queue
+        self._journal = journal
+        self._outputs = outputs
+        self._launch_results = launch_results  # only for launch()
+        self._tails = tails
+        self._durable = durable
+        self._reattachment = reattachment  # only for a driver that reattaches
+
+    def agent_event(self, event: t.Event) -> None:
+        """Handle an event of the agents' connections and processes."""
+        if isinstance(event, t.AgentLost):
+            self._backend.host_lost(event.host)
+            self._outputs.forget(event.host)
+            self._durable.host_lost(event.host)
+            self._state.copies.host_lost(event.host)
+        self._queue.post(event)
+
+    def received(self, host: str, message: messages.FromAgent) -> None:
+        """Handle a message of the agent of a host, now or when the backend says so."""
+        for due in self._backend.due_messages(host, message, self._state.membership.world):
+            self._handle(host, due)
+
+    def _handle(self, host: str, message: messages.FromAgent) -> None:
+        match message:
+            case messages.FromWorker(worker, body):
+                self._from_worker(worker, body)
+            case messages.Stamps(stamps, number, copies):
+                self._state.copies.update(host, copies, asyncio.get_running_loop().time())
+                if number:
+                    self._agents.send(host, messages.Acknowledgement(number))
+                if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive
+                    heartbeats = [heartbeat(worker, stamp) for worker, stamp in stamps]
+                    self._queue.post_later(heartbeats, len(self._state.membership.workers))
+            case messages.HostReport():
+                self._host_joined(host, message)
+            case messages.Started(worker, pid):
+                self._journal.worker_lives(worker, pid)
+            case messages.Exited():
+                self._worker_exited(host, message)
+            case messages.Unresponsive(worker, reason):
+                self._queue.post(t.WorkerUnresponsive(worker, reason))
+            case messages.NextStore(address):
+                self._state.stores[host] = address
+            case messages.StoreJoined(generation):
+                self._queue.post(t.PlainStoreJoined(generation))
+            case messages.Kept(slot, commit):
+                self._queue.post(t.CopyKept(host, slot, commit))
+            case messages.Dropped(keeper, slot, commit, reason):
+                self._queue.post(t.CopyDropped(keeper, slot, commit, reason))
+            case messages.Damaged(slot, commit):
+                self._queue.post(t.CommitDamaged(slot, commit))
+            case messages.HostPreemptionNotice(reason):
+                self._queue.post(t.HostDraining(host, reason))
+            case messages.AgentWarning(text):
+                self._journal.agent_warning(host, text)
+            case messages.OutputTrouble():
+                self._outputs.update(host, message)
+            case messages.OutputTail():
+                self._tails.received(message)
+            case messages.DurableSaved():
+                if self._durable.saved(host, message):
+                    self._queue.post(t.DurableCopySaved(message.commit))
+            case messages.DurableFailed():
+                self._durable.failed(host, message)
+            case messages.Fetched():
+                if self._launch_results is not None:
+                    self._launch_results.received(host, message)
+
+    def _host_joined(self, host: str, report: messages.HostReport) -> None:
+        """Post the events of an agent that was started, or that has reconnected with its workers."""
+        self._outputs.forget(host)
+        self._journal.agent_joined(host, self._agents.pid_of(host))
+        self._state.stores[host] = report.store
+        self._state.copy_servers[host] = report.copies_address
+        if self._reattachment is not None:
+            self._reattachment.joined(host, report)
+        for exited in report.exits:  # exits first: another worker may live in that slot
+            self._worker_exited(host, exited)
+        returned = tuple((worker.worker, worker.generation) for worker in report.workers)
+        found = (report.commits, returned, report.incarnations, report.previous, report.kept)
+        self._queue.post(t.AgentJoined(host, *found))
+        for worker_id, attached in report.attached:
+            self._from_worker(worker_id, attached)
+        if report.store_joined:
+            self._queue.post(t.PlainStoreJoined(report.store_joined))
+        for worker in report.workers:
+            self._journal.worker_lives(worker.worker, worker.pid)
+            self._queue.post(heartbeat(worker.worker, worker.stamp))
+            for body in worker.lasting:
+                self._from_worker(worker.worker, body)
+
+    def _worker_exited(self, host: str, exited: messages.Exited) -> None:
+        self._journal.worker_exited(exited)
+        self._backend.worker_ended(host, exited.pid)
+        end = (exited.exit_code, exited.signal, exited.error, exited.time_ns, exited.pid != 0, exited.commits)
+        self._queue.post(t.WorkerExited(exited.worker, *end))
+
+    def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:
+        event = event_of(worker, body)
+        if event is not None:
+            self._queue.post(event)
+            return
+        match body:
+            case messages.CommitSize(size, _):
+                self._state.record_commit_size(size)
+            case messages.Synced(generation, size, seconds):
+                self._journal.event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
+            case messages.BackendRequest(data):
+                self._backend.request(data)

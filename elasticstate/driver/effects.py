@@ -6,14 +6,17 @@ import msgspec
 
 from elasticstate.backends import DriverBackend
 from elasticstate.core import types as t
-from elasticstate.core.records import Running
+from elasticstate.core.state import Running
 from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
-from elasticstate.driver.event_queue import EventQueue
-from elasticstate.driver.job_state import JobState
-from elasticstate.driver.journal import Journal
+from elasticstate.driver.job import EventQueue, JobState, Journal
 from elasticstate.driver.report import Outcome, Report
-from elasticstate.net.messages import ForgetCopiesOrder, ReplicateOrder, StopReplicationOrder, ToWorkers
+from elasticstate.net.messages import (
+    ForgetCopiesOrder,
+    ReplicateOrder,
+    StopReplicationOrder,
+    ToWorkers,
+)
 from elasticstate.options import Options
 
 

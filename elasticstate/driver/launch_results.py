@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elasticstate.core.records import Membership, by_discovery
+from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import RootCause
 from elasticstate.driver.report import Outcome, failure_of
 from elasticstate.failures import WorkerFailure

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from elasticstate.core.accounting import figures_of, ticks_of
-from elasticstate.core.membership import Membership
-from elasticstate.core.records import Running, Together, living_members
-from elasticstate.core.standstill import no_tick_text
+from elasticstate.core.hangs import no_tick_text
+from elasticstate.core.state import Running, Together, living_members
+from elasticstate.core.step import Membership
 from elasticstate.core.texts import number_of
-from elasticstate.driver.job_state import JobState
+from elasticstate.driver.job import JobState
 from elasticstate.screen.screen import Screen
 from elasticstate.terminal import printable
 from elasticstate.threads import in_thread

@@ -19,17 +19,14 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from elasticstate.core.phases import Phase, Running
-from elasticstate.core.time_account import CAUSES
-from elasticstate.driver.job_state import JobState
-from elasticstate.driver.overview import overview_of
-from elasticstate.driver.shards_overview import ShardsOverview
+from elasticstate.core.figures import CAUSES
+from elasticstate.core.state import Phase, Running
+from elasticstate.driver.job import JobState
+from elasticstate.driver.status import ShardsOverview, overview_of
 from elasticstate.errors import OptionError
-from elasticstate.net.http_server import Answer, Request, RequestHandler
-from elasticstate.net.listening import listening_socket
 from elasticstate.net.names import is_own_host
 from elasticstate.net.strangers import Strangers
-from elasticstate.net.web_port import WebPort
+from elasticstate.net.web import Answer, Request, RequestHandler, WebPort, listening_socket
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 

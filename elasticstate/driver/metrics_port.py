@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from elasticstate.driver.job_state import JobState
+from elasticstate.driver.job import JobState
 from elasticstate.errors import OptionError
 from elasticstate.net.strangers import Strangers
 from elasticstate.threads import in_thread

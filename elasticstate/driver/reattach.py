@@ -17,7 +17,7 @@ import msgspec
 from elasticstate.core import types as t
 from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Remains
-from elasticstate.core.records import Membership, by_discovery
+from elasticstate.core.state import Membership, by_discovery
 from elasticstate.driver.beats import next_beat
 from elasticstate.driver.record import JobDirectory, Record
 from elasticstate.errors import OptionError

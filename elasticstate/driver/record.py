@@ -18,8 +18,13 @@ import msgspec
 
 from elasticstate.commits import ID_FILE
 from elasticstate.core.figures import NO_PAST, PastFigures
-from elasticstate.core.layouts import ShardLayout
-from elasticstate.core.types import CommitId, HostSlots, Placement, World
+from elasticstate.core.types import (
+    CommitId,
+    HostSlots,
+    Placement,
+    ShardLayout,
+    World,
+)
 from elasticstate.errors import OptionError
 from elasticstate.options import Options, usable_runtime_directory
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file

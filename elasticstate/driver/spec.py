@@ -13,7 +13,7 @@ from elasticstate import backends
 from elasticstate.core import types as t
 from elasticstate.core.keepers import keeper_of, keeps
 from elasticstate.net import messages
-from elasticstate.net.runs import as_runs
+from elasticstate.net.messages import as_runs
 from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 
 _MOST_SOURCES = 1000

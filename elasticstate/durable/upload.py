@@ -22,15 +22,16 @@ from elasticstate.durable.copies import (
     VERSION,
     DamagedCopyError,
     Manifest,
+    ShardedCommitError,
     copy_names,
     description_of,
     encode,
+    failure_of,
     read_manifest,
     read_parts,
     remove_incomplete,
     remove_old,
 )
-from elasticstate.durable.failure import ShardedCommitError, failure_of
 from elasticstate.durable.parts import cut, write_part
 from elasticstate.durable.storage import CopyStorage, open_storage
 

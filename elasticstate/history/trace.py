@@ -16,8 +16,7 @@ import msgspec
 
 from elasticstate.core.texts import number_of
 from elasticstate.history.event_files import Event
-from elasticstate.history.job_history import JobHistory, JobSpan, histories
-from elasticstate.history.worker_spans import Sink, WorkerSpan
+from elasticstate.history.job_history import JobHistory, JobSpan, Sink, WorkerSpan, histories
 
 _LANES = {  # of the job's process, each with the kinds of its spans
     "generations": ("generation",),

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from elasticstate.errors import CollectiveError as HorovodInternalError
 from elasticstate.horovod import elastic
-from elasticstate.horovod.allgather import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    grouped_allgather,
-    grouped_allgather_async,
-)
 from elasticstate.horovod.allreduce import (
+    Compression,
+    Op,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -26,31 +21,30 @@ from elasticstate.horovod.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from elasticstate.horovod.alltoall import alltoall, alltoall_async, barrier
-from elasticstate.horovod.broadcast import (
+from elasticstate.horovod.collectives import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    alltoall,
+    alltoall_async,
+    barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     broadcast_object,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
 )
-from elasticstate.horovod.builds import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from elasticstate.horovod.compression import Compression
 from elasticstate.horovod.elastic.state import HostsUpdatedInterrupt
-from elasticstate.horovod.handles import poll, synchronize
 from elasticstate.horovod.joining import join
 from elasticstate.horovod.launch import run
+from elasticstate.horovod.negotiation import poll, synchronize
 from elasticstate.horovod.optimizer import DistributedOptimizer
 from elasticstate.horovod.process_sets import (
     ProcessSet,
@@ -60,24 +54,26 @@ from elasticstate.horovod.process_sets import (
     remove_process_set,
 )
 from elasticstate.horovod.recording import start_timeline, stop_timeline
-from elasticstate.horovod.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from elasticstate.horovod.reduction import Op
-from elasticstate.horovod.sparse import sparse_allreduce_async
 from elasticstate.horovod.start import broadcast_optimizer_state, broadcast_parameters
 from elasticstate.horovod.sync_batch_norm import SyncBatchNorm
 from elasticstate.horovod.world import (
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     shutdown,
     size,
 )

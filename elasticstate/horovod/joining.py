@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from elasticstate.horovod import groups, headers, matching
+from elasticstate.horovod import negotiation, world
+from elasticstate.horovod.allreduce import (
+    DTYPES,
+    OPS,
+    Op,
+    reducible,
+    torch_operation,
+)
 from elasticstate.horovod.calls import CallKind
 from elasticstate.horovod.failures import CallUsageError, failures_named
-from elasticstate.horovod.headers import CallHeader
+from elasticstate.horovod.negotiation import CallHeader
+from elasticstate.horovod.optimizer import reducer_of
 from elasticstate.horovod.process_sets import members_of
-from elasticstate.horovod.reducer import reducer_of
-from elasticstate.horovod.reduction import DTYPES, OPS, Op, reducible, torch_operation
 
 
 def join(device: int = -1) -> int:
@@ -30,24 +36,24 @@ def join(device: int = -1) -> int:
             that it does not have. If the others make a call that needs all ranks (broadcast, allgather, alltoall), or
             different calls, only they raise an error, and this rank waits on.
     """
-    if groups.has_sets():
+    if world.has_sets():
         raise CallUsageError("join() does not work with process sets. Remove them first: hvd.remove_process_set().")
     members = members_of(None)
     if members.size == 1:
         return 0
-    matching.complete(members)
+    negotiation.complete(members)
     is_last = True
-    while (header := headers.receive(members)) is not None:
+    while (header := negotiation.receive(members)) is not None:
         is_last = False
         if not header.fails:
             _end_ticks_up_to(header.ticks)
             _take_part(header)
-    most = torch.tensor([members.index if is_last else -1, headers.ticks()])
+    most = torch.tensor([members.index if is_last else -1, negotiation.ticks()])
     with failures_named():
         dist.all_reduce(most, dist.ReduceOp.MAX)
     last, ticks = most.tolist()
     _end_ticks_up_to(ticks)
-    state = headers.state()
+    state = negotiation.state()
     if state is not None:
         state.join_hook().post_hook(is_last)
     return int(last)
@@ -55,7 +61,7 @@ def join(device: int = -1) -> int:
 
 def _end_ticks_up_to(ticks: int) -> None:
     """End the ticks that the others ended before they received the news that this rank has joined."""
-    ahead = headers.ticks() - ticks
+    ahead = negotiation.ticks() - ticks
     if ahead > 0:
         raise CallUsageError(
             f"join(): this rank has completed {ahead} tick(s) more than the ranks that still train. Call join() before "
@@ -66,7 +72,7 @@ def _end_ticks_up_to(ticks: int) -> None:
 
 
 def _end_tick() -> None:
-    state = headers.state()
+    state = negotiation.state()
     if state is not None:
         state.join_hook().main_hook()
 

@@ -2,19 +2,417 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
-from elasticstate.horovod.compression import Compression, Compressor
-from elasticstate.horovod.failures import OptimizerUsageError
-from elasticstate.horovod.process_sets import ProcessSet, need_process_set
-from elasticstate.horovod.reducer import Reducer
-from elasticstate.horovod.reduction import Op, torch_operation
+from elasticstate.extension import copy_all, world_generation
+from elasticstate.horovod import calls, negotiation, timeline
+from elasticstate.horovod.allreduce import Compression, Compressor, Op, scale, torch_operation
+from elasticstate.horovod.calls import Call, CallKind, Members
+from elasticstate.horovod.collectives import SparseGradients
+from elasticstate.horovod.failures import CallUsageError, OptimizerUsageError, failures_named
+from elasticstate.horovod.process_sets import ProcessSet, is_member, members_of, need_process_set
+
+# -------------------------------------------------------------------------------------------------------------- buckets
+# Buckets: gradients that are sent together, because many small collectives cost more than few large ones.
+#
+# The plan is that of DistributedDataParallel: parameters in reverse order, as backward reaches them; a small first
+# bucket, so that communication starts early; then large buckets.
+
+
+FIRST_BYTES, BYTES = 1 << 20, 25 << 20
+_LARGE = 1 << 16  # elements: if gradients have more, one more pass over the memory costs more than a call for each
+
+
+def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divide parameters into buckets of one dtype and device each, in the order in which they are reduced."""
+    full: list[list[torch.Tensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    remaining_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in reversed(parameters):
+        kind = parameter.dtype, parameter.device
+        filling.setdefault(kind, []).append(parameter)
+        remaining_bytes[kind] = remaining_bytes.get(kind, FIRST_BYTES) - parameter.nbytes
+        if remaining_bytes[kind] <= 0:
+            remaining_bytes[kind] = BYTES
+            full.append(filling.pop(kind))
+    return full + list(filling.values())
+
+
+class Bucket:
+    """Parameters whose gradients are copied into one tensor, which is summed over all ranks.
+
+    ``name``: its row in the timeline.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], name: str) -> None:
+        self._name = name
+        self._span: timeline.Span | None = None
+        self.parameters = parameters
+        self.incomplete = len(parameters)  # gradients that are not complete yet
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._sent: torch.Tensor | None = None
+        self._context: Any = None
+        self._work: Any = None
+
+    def reset(self) -> None:
+        """Forget all gradients of the last step."""
+        self.incomplete = len(self.parameters)
+        self._sent = self._context = self._work = None
+
+    def remove(self, parameter: torch.Tensor) -> None:
+        """Remove a parameter whose gradient was incomplete, before ``launch``."""
+        self.parameters = [p for p in self.parameters if p is not parameter]
+        self.incomplete -= 1
+        self._flat = None
+
+    def drop(self) -> None:
+        """Reset, and also replace the tensor, because a running collective may still write into it."""
+        self.reset()
+        self._flat = None
+
+    def launch(self, factor: float, compression: type[Compressor], members: Members) -> None:
+        """Start the sum. Parameters without a gradient count as zeros. A bucket without parameters does nothing."""
+        if not self.parameters:
+            return
+        flat = self._buffer()
+        given = [(view, p.grad) for view, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
+        with torch.no_grad():
+            if len(given) < len(self._views):
+                flat.zero_()
+            if given:
+                copy_all([view for view, _ in given], [gradient for _, gradient in given])
+            scale(flat, factor)
+            self._sent, self._context = compression.compress(flat)
+        self._start(members)
+
+    def launch_nothing(self, compression: type[Compressor], members: Members) -> None:
+        """Start the sum with zeros, on a rank that has joined."""
+        if not self.parameters:
+            return
+        self._sent, self._context = compression.compress(self._buffer().zero_())
+        self._start(members)
+
+    def _start(self, members: Members) -> None:
+        assert self._sent is not None
+        self._span = timeline.exchange_bucket(self._name, self._sent)
+        self._work = dist.all_reduce(self._sent, group=members.lane, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sum. Raises the collective's error."""
+        if self.parameters:
+            with failures_named():
+                self._work.wait()
+            timeline.end(self._span)
+
+    def finish(self, factor: float, compression: type[Compressor]) -> None:
+        """Wait for the sum, and copy it to the gradients. Raises the collective's error."""
+        if not self.parameters:
+            return
+        self.wait()
+        assert self._sent is not None, "it was started"
+        with torch.no_grad():
+            flat, sent = self._buffer(), compression.decompress(self._sent, self._context)
+            if sent.data_ptr() != flat.data_ptr():
+                flat.copy_(sent)
+            given = []
+            for view, parameter in zip(self._views, self.parameters, strict=True):
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+                if parameter.grad is not None:
+                    given.append((parameter.grad, view))
+            _copy_scaled(given, flat, factor)
+
+    def _buffer(self) -> torch.Tensor:
+        """Return one tensor for all gradients, with a view for each. Made again after a model was moved or cast."""
+        like, flat = self.parameters[0], self._flat
+        if flat is None or flat.device != like.device or flat.dtype != like.dtype:
+            self._flat = flat = torch.empty(
+                sum(p.numel() for p in self.parameters), dtype=like.dtype, device=like.device
+            )
+            parts = torch.split(flat, [p.numel() for p in self.parameters])
+            self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        return flat
+
+
+def _copy_scaled(given: list[tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor, factor: float) -> None:
+    """Copy to each gradient its view of ``flat``, multiplied by ``factor``."""
+    if factor != 1.0 and flat.device.type == "cpu" and flat.numel() >= _LARGE * len(given):
+        for gradient, view in given:
+            torch.mul(view, factor, out=gradient)
+        return
+    scale(flat, factor)
+    copy_all([gradient for gradient, _ in given], [view for _, view in given])
+
+
+# -------------------------------------------------------------------------------------------------------------- reducer
+# Reducer: sums gradients over all ranks during the backward pass, with a hook on each parameter, and buckets.
+#
+# A bucket starts when its last gradient is complete, and never before the previous bucket. So all ranks start their
+# collectives in one order, whatever the order of their gradients. ``synchronize`` starts the remaining buckets, and
+# waits.
+#
+# All ranks must reduce the same parameters, and agree on them in each ``synchronize``. In the first step of a world
+# they have not agreed yet, so the buckets of that step start only in ``synchronize``.
+#
+# A running reduction belongs to one world. It is dropped in another world, and when a collective fails.
+
+
+_all: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()  # by number: the newest comes last
+_numbers = itertools.count()
+_hooks: Any = WeakIdKeyDictionary()  # parameter -> its hook: only the newest reducer of a parameter counts
+
+
+class Reducer:
+    """Reducer of one optimizer's parameters.
+
+    Args:
+        op: Average or Sum.
+        predivide: with Average, divide by this number before the sum, and by size() / predivide after it.
+        compression: compressor for the gradients that are sent.
+        passes: number of backward passes that make one gradient.
+        sparse_as_dense: convert sparse gradients to dense ones; otherwise their entries are gathered.
+        names: names of parameters by id, for messages.
+        process_set: ranks that reduce; None: all. On another rank, gradients stay as they are.
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        predivide: float,
+        compression: type[Compressor],
+        passes: int,
+        sparse_as_dense: bool,
+        names: dict[int, str],
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        self.passes = passes
+        self._op = op
+        self._predivide = predivide
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self.names = names
+        self._process_set = process_set
+        self._members: Members | None = None  # of the pending gradients
+        self._sparse = SparseGradients(op, process_set)
+        self._buckets: list[Bucket] = []
+        self._left: dict[int, int] = {}  # id of a parameter -> passes until its gradient is complete
+        self._launched = 0  # number of buckets
+        self._pending = False
+        self._is_reduced = False
+        self._may_launch = False  # before ``synchronize``
+        self._agreed: tuple[int, int] | None = None  # generation and digest of the call that all ranks agree on
+        self._described: tuple[object, Call] | None = None  # the description, after the key that it depends on
+        _all[next(_numbers)] = self
+
+    # ------------------------------------------------------------------------------------------------------- parameters
+
+    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add the parameters that require gradients and are new. Their buckets come last."""
+        new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._left}
+        for group in plan(list(new.values())):
+            bucket = Bucket(group, f"gradients {len(self._buckets)}")
+            self._buckets.append(bucket)
+            for parameter in group:
+                self._left[id(parameter)] = self.passes
+                _hook(parameter, functools.partial(_on_gradient, weakref.ref(self), bucket))
+
+    def call(self) -> Call:
+        """Return the reduction of one step. If it differs between ranks, they do not train the same model."""
+        likes = [bucket.parameters[0] for bucket in self._buckets if bucket.parameters]
+        key = self.passes, len(self._sparse), [(like.dtype, like.device.type) for like in likes]
+        if self._described is None or self._described[0] != key:
+            self._described = key, self._describe()
+        return self._described[1]
+
+    def _describe(self) -> Call:
+        how = calls.signature(
+            "DistributedOptimizer",
+            None,
+            op=self._op.value,
+            gradient_predivide_factor=self._predivide if self._predivide != 1.0 else None,
+            compression=getattr(self._compression, "__name__", type(self._compression).__name__).lstrip("_"),
+            backward_passes_per_step=self.passes,
+        )
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        names = [self.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
+        lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
+        lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p in self._sparse]
+        return Call(CallKind.STEP, (f"a step of {how}", *lines))
+
+    # -------------------------------------------------------------------------------------------------------- reduction
+
+    @property
+    def pending(self) -> bool:
+        """True if there are gradients in this world that are not reduced yet."""
+        return self._pending and self._is_present
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if no gradient was added since the last reduction."""
+        return self._is_reduced and self._is_present
+
+    @property
+    def reduces(self) -> bool:
+        """True if this worker's rank takes part."""
+        return is_member(self._process_set)
+
+    @property
+    def _is_present(self) -> bool:
+        return self._members is not None and self._members.generation == world_generation()
+
+    def stepped(self) -> None:
+        """Mark the reduced gradients as used."""
+        self._is_reduced = False
+
+    def synchronize(self) -> None:
+        """Reduce the remaining buckets, and wait until all gradients are reduced over the world.
+
+        Raises UsageError, on all ranks, if they do not reduce the same parameters, and the errors of a collective. No
+        gradients are pending afterwards.
+        """
+        if not self.reduces:
+            self._is_reduced = True
+            return
+        try:
+            members = self._members if self.pending else None
+            if members is None:
+                members = self._begin()
+            negotiation.agree(self.call(), members)
+            self._agreed = members.generation, self.call().digest
+            for bucket in self._buckets[self._launched :]:
+                self._launch(bucket, members)
+            factor = 1.0 if self._op is Op.SUM else self._predivide / members.size
+            for bucket in self._buckets:
+                bucket.finish(factor, self._compression)
+            self._sparse.reduce()
+        except BaseException:
+            self.drop()
+            raise
+        for bucket in self._buckets:
+            bucket.reset()
+        self._settle()
+        self._is_reduced = True
+
+    def take_part(self) -> None:
+        """Take part in the others' reduction with zeros. Raises the errors of a collective."""
+        self.drop()
+        members = members_of(self._process_set)
+        try:
+            for bucket in self._buckets:
+                bucket.launch_nothing(self._compression, members)
+            for bucket in self._buckets:
+                bucket.wait()
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget pending gradients and running collectives."""
+        for bucket in self._buckets:
+            bucket.drop()
+        self._settle()
+
+    def _settle(self) -> None:
+        self._left = dict.fromkeys(self._left, self.passes)
+        self._launched = 0
+        self._pending = self._is_reduced = False
+
+    def _begin(self) -> Members:
+        """Begin a reduction: at the first gradient in this world since the last one. Return those who take part."""
+        if self._pending:
+            self.drop()  # left over from an ended world
+        self._members = members = members_of(self._process_set)
+        self._pending, self._is_reduced = True, False
+        self._may_launch = members.size == 1 or self._agreed == (members.generation, self.call().digest)
+        return members
+
+    @property
+    def _next(self) -> Bucket:
+        return self._buckets[self._launched]
+
+    def _launch(self, bucket: Bucket, members: Members) -> None:
+        bucket.launch(1.0 / self._predivide, self._compression, members)
+        self._launched += 1
+
+    def count_pass(self, parameter: torch.Tensor, bucket: Bucket) -> None:
+        """Record that a backward pass has added to the gradient of ``parameter``."""
+        if not self.reduces:
+            return
+        members = self._members if self.pending else None
+        if members is None:
+            members = self._begin()
+        gradient, key = parameter.grad, id(parameter)
+        if gradient is not None and gradient.is_sparse:
+            if self._sparse_as_dense:
+                parameter.grad = gradient.to_dense()
+            elif parameter not in self._sparse:
+                self._sparse.add(parameter)
+                bucket.remove(parameter)
+        self._left[key] -= 1
+        if self._left[key] == 0:
+            if parameter not in self._sparse:
+                bucket.incomplete -= 1
+            while self._may_launch and self._launched < len(self._buckets) and not self._next.incomplete:
+                self._launch(self._next, members)
+        elif self._left[key] < 0:
+            raise OptimizerUsageError(
+                f"{self._name(key)} received gradients from more than backward_passes_per_step={self.passes} passes "
+                f"since the last step(). Set backward_passes_per_step to the number of passes before each step."
+            )
+
+    def _name(self, key: int) -> str:
+        return self.names.get(key, "a parameter")
+
+
+def drop_all() -> None:
+    """Drop the running collectives of all reducers when the world is left. They would keep the world's sockets open."""
+    for reducer in list(_all.values()):
+        reducer.drop()
+
+
+def reducer_of(digest: int) -> Reducer:
+    """Return the newest reducer whose call has this digest. Raises UsageError when there is none."""
+    for _, reducer in sorted(_all.items(), reverse=True):
+        if reducer.call().digest == digest:
+            return reducer
+    raise CallUsageError(
+        "join(): another rank steps a DistributedOptimizer that does not exist on this rank. Create the same "
+        "optimizers on all ranks."
+    )
+
+
+def _on_gradient(reference: weakref.ref[Reducer], bucket: Bucket, parameter: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is None:
+        return
+    try:
+        reducer.count_pass(parameter, bucket)
+    except BaseException:
+        reducer.drop()
+        raise
+
+
+def _hook(parameter: torch.Tensor, hook: functools.partial[None]) -> None:
+    before: RemovableHandle | None = _hooks.get(parameter)
+    if before is not None:
+        before.remove()
+    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------------------------------ optimizer
+
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 _OWN = {"step", "_plain", "_reducer", "_must_reduce", "_is_synchronized"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from elasticstate.horovod import groups, recording, world
+from elasticstate.horovod import recording, world
+from elasticstate.horovod.calls import Members
 from elasticstate.horovod.failures import CallUsageError
-from elasticstate.horovod.members import Members
 
 
 class ProcessSet:
@@ -77,7 +77,7 @@ class _GlobalProcessSet(ProcessSet):
     """The process set of all ranks."""
 
     def __init__(self) -> None:
-        self._id = groups.GLOBAL
+        self._id = world.GLOBAL
 
     @property
     def ranks(self) -> list[int]:
@@ -137,15 +137,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The errors of a collective.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if wanted.process_set_id == groups.GLOBAL:
+    if wanted.process_set_id == world.GLOBAL:
         raise ValueError(f"add_process_set({wanted}): it exists in each world. Use it without adding it.")
     ranks = tuple(wanted.ranks or ())
     if not ranks:
         raise ValueError(f"add_process_set({wanted}): it was removed. Make a new ProcessSet.")
-    number = groups.find(ranks)
-    if number is not None and groups.is_added(number):
+    number = world.find(ranks)
+    if number is not None and world.is_added(number):
         raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks already. Use that one.")
-    wanted._registered(groups.add(ranks))
+    wanted._registered(world.add(ranks))
     if wanted not in _added:
         _added.append(wanted)
     if world.is_in_use():
@@ -155,10 +155,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, on all ranks. Return False for ``global_process_set``, and for one that was not added."""
-    if process_set.process_set_id in (None, groups.GLOBAL):
+    if process_set.process_set_id in (None, world.GLOBAL):
         return False
     number = process_set.process_set_id
-    groups.remove(number or 0)
+    world.remove(number or 0)
     for removed in [added for added in _added if added.process_set_id == number]:
         _added.remove(removed)
         removed._removed()
@@ -186,7 +186,7 @@ def members_of(process_set: ProcessSet | None) -> Members:
 
     Raises UsageError for anything that is not an added process set, and if this worker's rank is not in it.
     """
-    number = groups.GLOBAL
+    number = world.GLOBAL
     if process_set is not None:
         need_process_set(process_set)
         if process_set.process_set_id is None:
@@ -195,7 +195,7 @@ def members_of(process_set: ProcessSet | None) -> Members:
             )
         number = process_set.process_set_id
     world.ready()
-    members = groups.members_of(number)
+    members = world.members_of(number)
     if members.index < 0:
         raise CallUsageError(
             f"process_set={process_set}: rank {world.rank()} is not in it. Call the collective on its ranks only: "

@@ -10,9 +10,9 @@ import torch
 
 import elasticstate
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers, timeline
-from elasticstate.horovod.broadcast import refusal_of_root, start_broadcast
+from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.collectives import refusal_of_root, start_broadcast
 from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 
@@ -48,7 +48,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
             lines.append(f"{name}: {type(value).__name__}")
             wrong = wrong or f"{name} is not a tensor but a {type(value).__name__}: use broadcast_object for it"
     call = Call(CallKind.OTHER, tuple(lines), wrong=wrong)
-    headers.agree(call, members)
+    negotiation.agree(call, members)
     span = timeline.exchange(call, *tensors)
     for handle in [start_broadcast(tensor, root_rank, members, None) for tensor in tensors]:
         handle.wait()
@@ -68,7 +68,7 @@ def broadcast_optimizer_state(
     members = members_of(None)
     lines = [calls.signature("broadcast_optimizer_state", None, root_rank=root_rank)]
     lines += [calls.form(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=refusal_of_root(root_rank, members)), members)
+    negotiation.agree(Call(CallKind.OTHER, tuple(lines), wrong=refusal_of_root(root_rank, members)), members)
     state = elasticstate.TorchState(optimizer=optimizer)
     channel = Channel(None, root_rank)
     if members.index == root_rank:

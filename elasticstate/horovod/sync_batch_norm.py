@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from elasticstate.horovod import world
-from elasticstate.horovod.allgather import allgather
-from elasticstate.horovod.allreduce import allreduce
-from elasticstate.horovod.reduction import Op
+from elasticstate.horovod.allreduce import Op, allreduce
+from elasticstate.horovod.collectives import allgather
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

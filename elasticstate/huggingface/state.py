@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import elasticstate as elastic
-from elasticstate.compat.hugging_face import clear_singletons, set_local_place
+from elasticstate.compat.libraries import clear_singletons, set_local_place
 from elasticstate.errors import UsageError
 from elasticstate.extension import (
     local_place,
@@ -18,7 +19,11 @@ from elasticstate.extension import (
     set_random_state,
     starting_size,
     world_rank,
+    world_size,
 )
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
 
 _OBJECTS = ("model", "optimizer", "scheduler", "scaler", "loader")  # the script creates them, perhaps in each world
 _OTHERS = ("begun", "workers", "trainer", "log_history")
@@ -171,3 +176,107 @@ def run(function: Callable[..., Any] | None = None, /, *, workers: int | None = 
         return elastic_function(TrainingState(workers, **values), *args, **kwargs)
 
     return call
+
+
+# --------------------------------------------------------------------------------------------------------------- loader
+# The loader of a training: an ElasticDataLoader made from a DataLoader, as a Trainer or a script iterates over it.
+
+
+_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+_WITH_WORKERS = ("prefetch_factor", "persistent_workers")
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise UsageError for a data set without length or indices."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"{type(dataset).__name__} has no length or no indices, so its samples cannot be divided among the ranks "
+            "of a changing world. Use a data set with __len__() and __getitem__()."
+        )
+
+
+def is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Return True if ``loader`` has ``shuffle=True``. Raises UsageError for a sampler of the user's own."""
+    kinds = type(loader.sampler), type(loader.batch_sampler)
+    if loader.batch_size is None or kinds not in ((RandomSampler, BatchSampler), (SequentialSampler, BatchSampler)):
+        raise UsageError(
+            f"The DataLoader has a {kinds[0].__name__} and a {kinds[1].__name__}, but elasticstate "
+            " orders the samples itself. Give the DataLoader batch_size= and shuffle= only."
+        )
+    if not isinstance(loader.sampler, RandomSampler):
+        return False
+    if loader.sampler.replacement or loader.sampler.num_samples != len(loader.sampler.data_source):
+        raise UsageError("A RandomSampler with replacement= or num_samples= cannot use each sample once. Remove these.")
+    return True
+
+
+def elastic_loader(
+    loader: DataLoader[Any], global_batch: int, batch: int, *, shuffle: bool, seed: int, drop_last: bool
+) -> elastic.ElasticDataLoader:
+    """Return a loader with the data set and the options of ``loader``."""
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in _WITH_WORKERS}
+    return elastic.ElasticDataLoader(
+        loader.dataset,  # type: ignore[arg-type]
+        global_batch_size=global_batch,
+        micro_batch_size=batch,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        **options,
+    )
+
+
+class TrainingLoader:
+    """View of an ElasticDataLoader: its length is that of a whole epoch, and ``batches`` iterates over the rest of one.
+
+    ``unit``: the number of samples that the length counts as one.
+    """
+
+    def __init__(self, loader: elastic.ElasticDataLoader, unit: int, batches: Callable[[], Iterator[Any]]) -> None:
+        self.dataset = loader.dataset
+        self.set_epoch = loader.set_epoch
+        self._loader, self._unit, self._batches = loader, unit, batches
+
+    def __len__(self) -> int:
+        samples = len(self.dataset)
+        return samples // self._unit if self._loader.drop_last else -(-samples // self._unit)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches()
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+# Checks that the libraries are in the same world as elasticstate, and in a mode that can be elastic.
+
+
+_MODES = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+def check_world(what: str, size: int) -> None:
+    """Raise UsageError if Accelerate's world has another size: each rank would train alone, without an error."""
+    if size != world_size():
+        raise UsageError(
+            f"{what} is in a world of {size}, and elasticstate in a world of {world_size()}. Create it inside the "
+            "function decorated with run. On a machine without GPUs, use TrainingArguments(use_cpu=True) or "
+            "Accelerator(cpu=True)."
+        )
+
+
+def refuse(what: str, remedy: str) -> None:
+    """Raise UsageError for a feature that elasticstate does not support."""
+    raise UsageError(f"{what} is not supported by elasticstate.huggingface. {remedy}")
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Raise UsageError for modes of an Accelerator in which the ranks hold different states, or share batches."""
+    check_world("The Accelerator", accelerator.num_processes)
+    mode = accelerator.distributed_type.value
+    if mode not in _MODES:
+        refuse(f"Distributed type {mode}", "Only DistributedDataParallel on CPUs or NVIDIA GPUs can be elastic.")
+    if accelerator.parallelism_config is not None:
+        refuse("parallelism_config", "Remove it: each rank must hold the whole model.")
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator, name):
+            refuse(f"{name}=True", "Remove it: elasticstate divides the batches itself.")

@@ -15,12 +15,18 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from transformers.trainer_callback import ExportableState
 
 import elasticstate as elastic
-from elasticstate.compat.hugging_face import forget_preparation, knows_world
+from elasticstate.compat.libraries import forget_preparation, knows_world
 from elasticstate.errors import UsageError
 from elasticstate.extension import world_size
-from elasticstate.huggingface.checks import check_accelerator, check_world, refuse
-from elasticstate.huggingface.loader import TrainingLoader, check_dataset, elastic_loader
-from elasticstate.huggingface.state import TrainingState
+from elasticstate.huggingface.state import (
+    TrainingLoader,
+    TrainingState,
+    check_accelerator,
+    check_dataset,
+    check_world,
+    elastic_loader,
+    refuse,
+)
 
 _PROGRESS = (  # the fields of Trainer.state that the training changes
     "epoch",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticstate.errors import OptionError
-from elasticstate.net.launch import Launch
+from elasticstate.net.messages import Launch
 from elasticstate.net.names import is_this_machine
 from elasticstate.options import Options
 from elasticstate.plug_ins import plug_in

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
 
 from elasticstate import processes
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.launchers import Launcher
-from elasticstate.launchers.command import send_parameters
-from elasticstate.launchers.early_agent import agent_process
-from elasticstate.net.launch import Launch
+from elasticstate.launchers.command import agent_process, send_parameters
+from elasticstate.net.messages import Launch
 from elasticstate.net.names import is_this_machine
 from elasticstate.options import agent_variable
 from elasticstate.threads import in_thread
+
+# ---------------------------------------------------------------------------------------------------------------- local
 
 
 class LocalLauncher(Launcher):
@@ -82,3 +84,27 @@ class AdoptedAgent:
     async def clear(self) -> None:
         """Send SIGKILL to all processes that its workers have started, even in other sessions."""
         await in_thread(processes.kill_marked, *self._mark)
+
+
+# -------------------------------------------------------------------------------------------------------------- dial in
+# Agents that dial in: somebody else has started them.
+
+
+class DialledIn:
+    """An agent that this driver did not start."""
+
+    is_local = False
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    async def ended(self) -> str:
+        await self._over.wait()
+        return "closed its connection"
+
+    def kill(self) -> None:
+        """Stop waiting for it."""
+        self._over.set()
+
+    async def clear(self) -> None:
+        """Do nothing: processes on another host cannot be killed from here."""

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 
 import elasticstate as elastic
-from elasticstate.compat import lightning_loops
+from elasticstate.compat import libraries
 from elasticstate.errors import NotInWorldError, UsageError
 from elasticstate.extension import set_random_state
 from elasticstate.lightning.state import METRICS, LightningState
@@ -69,7 +69,7 @@ class Trainer(pl.Trainer):
         # Lightning asks for the number of batches when it loads the loader: it changes with the world, in mid-epoch.
         options["reload_dataloaders_every_n_epochs"] = 1
         super().__init__(strategy=self._ddp, devices=1, num_nodes=elastic.size(), **options)
-        lightning_loops.keep_signal_handlers(self)
+        libraries.keep_signal_handlers(self)
 
     def fit(
         self,
@@ -106,7 +106,7 @@ class Trainer(pl.Trainer):
         """End the tick of the previous batch. Do nothing if no optimizer has stepped since the last tick."""
         state, step = self._elastic_state, self.global_step
         if self._last_step is None and state.resumes:
-            lightning_loops.end_restart(self, state.checkpoint["elasticstate"]["logger_step"])
+            libraries.end_restart(self, state.checkpoint["elasticstate"]["logger_step"])
         elif step != self._last_step:
             checkpoint = self._ddp.take_checkpoint(self)
             assert self._ddp.batches is not None
@@ -114,7 +114,7 @@ class Trainer(pl.Trainer):
             checkpoint["elasticstate"] = {
                 "batches": self._ddp.batches.state_dict(),
                 "dirpaths": [callback.dirpath for callback in _model_checkpoints(self)],
-                "logger_step": lightning_loops.logger_step(self),
+                "logger_step": libraries.logger_step(self),
                 "files": self._ddp.files.state_dict(),
             }
             state.keep(checkpoint)

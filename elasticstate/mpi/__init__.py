@@ -12,7 +12,7 @@
     driver ── starts ──► mpirun ──► broker.py      requests more processes from mpirun, the PMIx server
                             └─────► holder.py ...  one for each worker of the job: holds its MPI identity; ends with it
 
-    worker ── tunnel of its agent ══ relay in broker.py ── mpirun      from other hosts (relay.py)
+    worker ── tunnel of its agent ══ relay in broker.py ── mpirun      from other hosts (broker.py)
 
 A worker stays a child of its agent, which handles its output, end and signals as with any other backend. But the
 worker connects to the PMIx server as if it were the process that ``mpirun`` has started. So ``mpirun`` can start one

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from elasticstate.net import codec, messages
-from elasticstate.net.local_peers import LocalPeers
+from elasticstate.net.names import LocalPeers
 from elasticstate.net.strangers import BACKLOG, Strangers
 from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
 from elasticstate.net.trust import NAME, Trust

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Generic, Protocol, TypeVar
 
-from elasticstate.net.local_peers import LocalPeers
+from elasticstate.net.names import LocalPeers
 
 MAX_UNAUTHENTICATED = 2048  # limit of unauthenticated connections; each takes up to 70 kB
 UNAUTHENTICATED_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest

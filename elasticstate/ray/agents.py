@@ -11,11 +11,16 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.launchers import Launcher
-from elasticstate.net.launch import Launch
+from elasticstate.net.messages import Launch
 from elasticstate.options import Options
-from elasticstate.ray.cluster import Node, connected, nodes, require_ray
+from elasticstate.ray.nodes import (
+    Node,
+    connected,
+    nodes,
+    require_ray,
+)
 from elasticstate.threads import in_thread
 
 _AGENT = "elasticstate.agent"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from elasticstate.state.base import State
+from elasticstate.state.base import ObjectState, State
 from elasticstate.state.loader import ElasticDataLoader
-from elasticstate.state.objects import ObjectState
 from elasticstate.state.sampler import ElasticSampler
 from elasticstate.state.session import Session
 from elasticstate.state.snapshot import Snapshot

@@ -3,11 +3,12 @@
 A commit has the local tensors of this worker, without any collective: not by ``state_dict()``, because that of FSDP2
 makes a model whole again in the middle of a forward pass. The names are those of the parameters:
 ``model.layers.0.weight``, ``optimizer.state.model.layers.0.weight.exp_avg``. Everything else is the same on all workers
-and lies in the commit as trees (see containers.py).
+and lies in the commit as trees (see values.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -15,15 +16,13 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticstate.commit_header import NO_SHARDING, Sharding
+from elasticstate.commits import NO_SHARDING, Sharding
 from elasticstate.compat import dtensors, modules
-from elasticstate.compat.loaders import load_state, state_of
+from elasticstate.compat.dtensors import Split
+from elasticstate.compat.modules import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
-from elasticstate.state.attached_optimizer import AttachedOptimizer
 from elasticstate.state.channel import Channel, channel_between
-from elasticstate.state.containers import flatten, rebuild_with
-from elasticstate.state.first_steps import bytes_to_come
 from elasticstate.state.module_state import (
     Walk,
     home_of,
@@ -33,12 +32,123 @@ from elasticstate.state.module_state import (
     set_buffer,
     set_requires_grad,
 )
-from elasticstate.state.optimizer_state import is_plain_optimizer
-from elasticstate.state.reshard import CommitCopies
+from elasticstate.state.optimizer_state import arrange_groups, bytes_to_come, check_settings, is_plain_optimizer
+from elasticstate.state.reshard import CommitCopies, Piece, digest_of, piece_of
 from elasticstate.state.restore_targets import RestoreTargets
 from elasticstate.state.session import Session
-from elasticstate.state.shards import Piece, digest_of, piece_of
-from elasticstate.state.values import Tree
+from elasticstate.state.values import Tree, flatten, rebuild_with
+
+# --------------------------------------------------------------------------------------------------- attached optimizer
+# An optimizer with torch's own ``state_dict`` methods, as an attached value.
+#
+# Its state is named by the parameters, not by their positions. ``get_optimizer_state_dict`` of
+# torch.distributed.checkpoint is not used: for an optimizer without state it runs a step.
+
+
+class AttachedOptimizer:
+    """An optimizer of parameters of attached modules."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self._name = name
+        self.optimizer = optimizer
+
+    def owned(self) -> Iterator[int]:
+        """Yield the ids of the tensors that only ``step`` writes: parameters that are trained, and their state."""
+        for group in self.optimizer.param_groups:
+            yield from (id(p) for p in group["params"] if p.requires_grad)
+        for entry in self.optimizer.state.values():
+            yield from map(id, entry.values() if isinstance(entry, dict) else ())
+
+    def capture(self, values: dict[str, Any], names: Mapping[int, str]) -> Any:
+        """Put the tensors into ``values``, and return the rest. ``names``: by id, those of all parameters.
+
+        Raises StateError if a parameter does not belong to an attached module.
+        """
+        state: dict[str, Any] = {}
+        placed: dict[str, tuple[Split, ...] | None] = {}
+        for key, entry in self.optimizer.state.items():
+            parameter = self._name_of(key, names)
+            found: dict[str, Any] = {}
+            state[parameter] = flatten(entry, self._state_at(parameter), found)
+            for name, value in found.items():
+                if dtensors.is_dtensor(value) or _is_like(key, value):
+                    placed[name] = _splits(key, value)
+            if taken := values.keys() & found.keys():
+                raise StateError(f"two tensors have the name {min(taken)}. Rename a parameter.")
+            values.update(found)
+        groups = [
+            {**group, "params": [self._name_of(p, names) for p in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        return {"state": state, "placed": placed, "param_groups": flatten(groups, self._groups_at, values)}
+
+    def prepare(self, tree: Any, targets: RestoreTargets, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer the groups and the state of the commit, and add all tensors to ``targets``."""
+        optimizer = self.optimizer
+        check_settings(self._name, optimizer, tree["param_groups"])
+        saved = [list(group["params"]) for group in tree["param_groups"]]
+        arrange_groups(self._name, optimizer, saved, parameters, tree["param_groups"])
+        groups = rebuild_with(
+            targets.tensor, tree["param_groups"], optimizer.param_groups, None, self._groups_at, set()
+        )
+        for group, rebuilt in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in rebuilt.items() if key != "params"})
+        state = {}
+        for name, entry in tree["state"].items():
+            parameter = parameters[name]
+            load = functools.partial(_load, targets, parameter, tree["placed"])
+            at = self._state_at(name)
+            state[parameter] = rebuild_with(load, entry, optimizer.state.get(parameter), parameter.device, at, set())
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    def _state_at(self, parameter: str) -> str:
+        return f"{self._name}.state.{parameter}"
+
+    @property
+    def _groups_at(self) -> str:
+        return f"{self._name}.param_groups"
+
+    def _name_of(self, parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+        name = names.get(id(parameter))
+        if name is None:
+            raise StateError(
+                f"{self._name} trains a tensor of shape {tuple(getattr(parameter, 'shape', ()))} that is no parameter "
+                "of an attached module. Attach the module, too, and create the optimizer after fully_shard() or "
+                "parallelize_module()."
+            )
+        return name
+
+
+def _is_like(parameter: Any, value: Any) -> bool:
+    """Return True if both are plain tensors of one shape. In another world, both may be sharded."""
+    is_plain = isinstance(value, torch.Tensor) and not dtensors.is_dtensor(parameter)
+    return is_plain and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _splits(parameter: Any, value: Any) -> tuple[Split, ...] | None:
+    """Return the placements of a tensor, or None if they are those of its parameter."""
+    if not dtensors.is_dtensor(value):
+        return None
+    if dtensors.is_dtensor(parameter) and parameter.placements == value.placements:
+        return None
+    return dtensors.splits_of(value)
+
+
+def _load(
+    targets: RestoreTargets,
+    parameter: torch.Tensor,
+    placed: Mapping[str, tuple[Split, ...] | None],
+    live: object,
+    name: str,
+    device: torch.device,
+) -> torch.Tensor:
+    if name in placed:
+        return targets.tensor_of(parameter, placed[name], live, name, device)
+    return targets.tensor(live, name, device)
+
+
+# ------------------------------------------------------------------------------------------------------------- attached
 
 
 class AttachedValues:

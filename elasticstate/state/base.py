@@ -3,29 +3,124 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import time
+import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakMethod
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from elasticstate.compat.loaders import is_loader, load_state, state_of
+from elasticstate.compat.modules import is_loader, load_state, state_of
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UnknownValueError, UsageError
-from elasticstate.state.committer import Committer
-from elasticstate.state.containers import copy_with_same_tensors
+from elasticstate.state.committer import Committer, LiveState, StateJoinHook
 from elasticstate.state.divergence import Exclusions
-from elasticstate.state.iterable_data import has_exact_state, has_iterators, require_no_loader_inside
-from elasticstate.state.join import StateJoinHook
-from elasticstate.state.live_state import LiveState
+from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
+from elasticstate.state.module_state import flag_of, load_bare, requires_grad
 from elasticstate.state.quick_capture import QuickCapture
-from elasticstate.state.search import contained_in, search
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import CANNOT_BE_PICKLED, Captured, Parts, Tree, dumps
+from elasticstate.state.values import (
+    CANNOT_BE_PICKLED,
+    Captured,
+    Parts,
+    Tree,
+    copy_with_same_tensors,
+    dumps,
+    is_array,
+)
+
+# --------------------------------------------------------------------------------------------------------------- search
+# Search for objects to which a value refers, through containers, attributes and variables of functions.
+
+
+_MAX_OBJECTS = 200_000  # that a search looks at
+_ATOMS = (str, int, float, complex, type, ModuleType, BuiltinFunctionType)
+_LEAVES = (torch.Tensor, np.ndarray, bytes, bytearray, DataLoader, Dataset, Sampler, LRScheduler)
+
+
+def search(root: object, stops: tuple[type, ...] = ()) -> tuple[list[object], bool]:
+    """Return all objects that ``root`` refers to, itself included, and False if there are too many.
+
+    ``stops``: classes of objects whose references are not followed.
+    """
+    found: list[object] = []
+    seen = {id(root)}
+    pending = deque([root])
+    while pending and len(found) < _MAX_OBJECTS:
+        value = pending.popleft()
+        found.append(value)
+        for child in _children(value) if not isinstance(value, stops) else ():
+            if not isinstance(child, _ATOMS) and id(child) not in seen:
+                seen.add(id(child))
+                pending.append(child)
+    return found, not pending
+
+
+def _children(value: Any) -> list[Any]:
+    if value is None or isinstance(value, _LEAVES) or hasattr(type(value), "_is_not_searched"):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+    slots = [getattr(value, name, 0) for name in getattr(type(value), "__slots__", ()) if name != "__dict__"]
+    return [*vars(value).values(), *slots, *_globals_of(value)] if hasattr(value, "__dict__") else slots
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _globals_of(value: object) -> list[Any]:
+    """Return the global variables, and those of enclosing functions, that the object's ``state_dict`` reads."""
+    function = getattr(type(value), "state_dict", None)
+    if not isinstance(function, FunctionType) or isinstance(value, torch.nn.Module | Optimizer):
+        return []
+    names = function.__code__.co_names
+    return [function, *(function.__globals__[name] for name in names if name in function.__globals__)]
+
+
+Contained = list[tuple[str, "weakref.ref[torch.nn.Module | Optimizer]"]]
+"""Modules and optimizers in values, each with the name of the value."""
+
+
+def contained_in(values: Mapping[str, object]) -> Contained:
+    """Return the modules and optimizers to which these values refer."""
+    kinds = torch.nn.Module, Optimizer
+    found: Contained = []
+    for name, value in values.items():
+        if not isinstance(value, _ATOMS):
+            with suppress(Exception):  # of the script's objects
+                found += [(name, weakref.ref(part)) for part in search(value, kinds)[0] if isinstance(part, kinds)]
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- base
+
 
 _CALL_S = 1e-6  # time of a call of commit() that does not save
 
@@ -48,7 +143,7 @@ class State(Joinable):
     Without ``run``, commits stay in this process as (0, 1), (0, 2), ...; under ``elasticrun`` that raises UsageError.
     """
 
-    _is_not_searched = True  # see search.py
+    _is_not_searched = True  # see base.py
 
     def __init__(self, **values: Any) -> None:
         for name in values:
@@ -439,3 +534,41 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return bound(*args)
 
     return call
+
+
+# -------------------------------------------------------------------------------------------------------------- objects
+# ObjectState: plain values.
+
+
+class ObjectState(State):
+    """A state of plain values: numbers, lists, dicts and other objects that can be pickled; also tensors and arrays.
+
+    ``restore`` creates new objects: it undoes changes made in place in a list or dict, and you read ``state.x`` again
+    afterwards. Tensors and numpy arrays are written in place.
+    """
+
+    def _check_value(self, name: str, value: object) -> None:
+        if type(self).capture is ObjectState.capture:
+            require_own_position(name, value)
+
+    def capture(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self._names}
+        flags = {flag_of(name): requires_grad(v) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return {**values, **flags}
+
+    def _pickled(self) -> dict[str, Any]:
+        if type(self).capture is not ObjectState.capture:
+            return {}
+        return {name: value for name, value in self._parts().items() if not is_array(value)}
+
+    def _load_targets(self) -> Captured:
+        return self.capture()
+
+    def _step_sources(self) -> Mapping[str, object] | None:
+        return self.capture() if type(self).capture is ObjectState.capture else None
+
+    def apply(self, values: Captured) -> None:
+        self._check_names(values, ObjectState.capture)
+        for name in self._names:
+            value = values[name]
+            setattr(self, name, load_bare(name, getattr(self, name), values) if is_array(value) else value)

@@ -1,7 +1,7 @@
 """The state of a job from its newest intact durable copy, for a world in which no worker holds a usable commit.
 
 The root looks for the copy. A copy of a replicated state it reads alone, and the usual sync follows. A copy of a
-sharded state is verified by all ranks, each a share of it; then each rank reads what it needs (see durable_parts.py).
+sharded state is verified by all ranks, each a share of it; then each rank reads what it needs (see reshard.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from contextlib import contextmanager
 import msgspec
 
 from elasticstate.core.types import CommitId, DurableSource
-from elasticstate.durable.copies import DamagedCopyError, IncompleteCopyError, Manifest, UntrustedCopyError
-from elasticstate.durable.part_reader import PartReader
+from elasticstate.durable.copies import (
+    DamagedCopyError,
+    IncompleteCopyError,
+    Manifest,
+    UntrustedCopyError,
+)
+from elasticstate.durable.parts import PartReader
 from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.private import PlantedFileError
-from elasticstate.state.buffer import LENGTH_BYTES
+from elasticstate.state.buffer import LENGTH_BYTES, Incoming
 from elasticstate.state.channel import Channel
 from elasticstate.state.committer import Committer
-from elasticstate.state.durable_parts import StoredParts, frame_of
-from elasticstate.state.loading import Incoming
+from elasticstate.state.reshard import StoredParts, frame_of
 from elasticstate.state.session import Session
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from elasticstate.commit_header import (
+from elasticstate.commits import (
     METADATA,
     NO_SHARDING,
     OBJECTS,

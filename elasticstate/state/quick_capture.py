@@ -16,12 +16,17 @@ import torch
 
 from elasticstate._native import Identities
 from elasticstate.compat import modules
-from elasticstate.compat.loaders import state_of
-from elasticstate.compat.versions import requires_grad_of
-from elasticstate.state.containers import flatten
-from elasticstate.state.module_state import Walk, flag_of, is_usual, parts_of, requires_grad
+from elasticstate.compat.modules import state_of
+from elasticstate.compat.torch_tensors import requires_grad_of
+from elasticstate.state.module_state import (
+    Walk,
+    flag_of,
+    is_usual,
+    parts_of,
+    requires_grad,
+)
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
-from elasticstate.state.values import Captured, Tree, is_array
+from elasticstate.state.values import Captured, Tree, flatten, is_array
 
 _IMMUTABLE = frozenset({int, float, str, bool, type(None)})
 _training = itemgetter("training")  # of a module's attributes

@@ -33,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elasticstate.core.types import CommitId
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of
-from elasticstate.state.iterable_data import is_stateful
+from elasticstate.state.loader import is_stateful
 from elasticstate.tracebacks import is_of_the_script
 
 _MOST_NUMBERS = 1000  # in the state, or in an object

@@ -11,33 +11,328 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 
+from elasticstate._native import copy_runs
+from elasticstate.commits import Shard
+from elasticstate.compat import dtensors
+from elasticstate.compat.dtensors import Split
 from elasticstate.core.texts import listed
-from elasticstate.core.types import CopyOf, ShardSource
-from elasticstate.errors import CollectiveError, CopyError, StateError
+from elasticstate.core.types import CopyOf, ShardSource, SlotId
+from elasticstate.durable.copies import DamagedCopyError, Manifest
+from elasticstate.durable.parts import PartReader
+from elasticstate.durable.reader import StoredCopies
+from elasticstate.errors import CollectiveError, CopyError, StateDivergedError, StateError
 from elasticstate.log import logger
-from elasticstate.state.blocks import (
-    STAGING_BYTES,
-    BlockRead,
-    Box,
-    box_of,
-    bytes_of,
-    in_pieces,
-    prefers_span,
-    runs,
-    staged,
-    staged_bytes,
-)
-from elasticstate.state.buffer import LENGTH_BYTES
-from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, parse_header, round_up, torch_dtype
-from elasticstate.state.shards import CopyReader, PartPlace, Piece
+from elasticstate.state.buffer import LENGTH_BYTES, Buffer, dtype_name
+from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, digest, parse_header, round_up, torch_dtype
 from elasticstate.state.values import Values
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+# Blocks of tensors, and the contiguous runs of bytes that they consist of in two places.
+
+
+STAGING_BYTES = 64 << 20
+"""Size of the buffer for blocks that cannot be read directly into their target."""
+RUN_BYTES = 8 << 10
+"""One more range in a request costs about as much as these bytes."""
+
+
+class Box(NamedTuple):
+    """A block of a tensor: ``begin[d] <= index[d] < end[d]``."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+
+    @property
+    def is_empty(self) -> bool:
+        return any(end <= begin for begin, end in zip(self.begin, self.end, strict=True))
+
+    def within(self, other: Box) -> Box:
+        """Return the common part, which may be empty."""
+        return Box(tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end)))
+
+    def without(self, other: Box) -> Iterator[Box]:
+        """Yield disjoint blocks that make up what is not in ``other``, a part of this block."""
+        begin, end = list(self.begin), list(self.end)
+        for d in range(len(begin)):
+            if begin[d] < other.begin[d]:
+                yield Box(tuple(begin), (*end[:d], other.begin[d], *end[d + 1 :]))
+            if other.end[d] < end[d]:
+                yield Box((*begin[:d], other.end[d], *begin[d + 1 :]), tuple(end))
+            begin[d], end[d] = other.begin[d], other.end[d]
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        return Box(
+            tuple(at - start for at, start in zip(self.begin, origin, strict=True)),
+            tuple(at - start for at, start in zip(self.end, origin, strict=True)),
+        )
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.begin, self.end))
+
+
+def box_of(shard: Shard, sizes: Sequence[int]) -> Box:
+    return Box(shard.offsets, tuple(offset + size for offset, size in zip(shard.offsets, sizes, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """A block to read. ``at`` is the block in the stored part, ``into`` that in the target."""
+
+    offset: int  # of the stored part in the file
+    stored: tuple[int, ...]  # sizes of the stored part
+    at: Box
+    target: torch.Tensor
+    into: Box
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which can be written."""
+    content: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return content
+
+
+def copy_ranges(memory: Any, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    """Copy bytes of mapped memory: (offset there, where to put them). Many bytes by several threads, without the GIL.
+
+    Raises ValueError if a range is outside the memory.
+    """
+    found = [(offset, np.frombuffer(target, np.uint8)) for offset, target in ranges if len(target)]
+    addresses = [target.__array_interface__["data"][0] for _, target in found]
+    copy_runs(memory, [offset for offset, _ in found], [target.nbytes for _, target in found], addresses)
+
+
+def _strides(sizes: Sequence[int], item_bytes: int) -> list[int]:
+    strides = [item_bytes] * len(sizes)
+    for d in range(len(sizes) - 2, -1, -1):
+        strides[d] = strides[d + 1] * sizes[d + 1]
+    return strides
+
+
+def _outer_dimensions(item: BlockRead, sizes: tuple[int, ...]) -> int:
+    """Return the number of dimensions over which a run does not extend that is contiguous in both tensors.
+
+    ``sizes``: of the contiguous tensor that gets the bytes.
+    """
+    block = item.at.sizes
+    d = len(block)
+    while d > 1 and block[d - 1] == item.stored[d - 1] == sizes[d - 1]:
+        d -= 1
+    return max(0, d - 1)
+
+
+def runs(
+    item: BlockRead, content: memoryview, sizes: tuple[int, ...], begin: tuple[int, ...]
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the contiguous runs of an item: (offset in the file, place in a contiguous tensor of ``sizes``).
+
+    ``begin``: where the block begins in that tensor.
+    """
+    item_bytes = item.target.element_size()
+    block = item.at.sizes
+    outer = _outer_dimensions(item, sizes)
+    run = math.prod(block[outer:]) * item_bytes
+    from_strides, to_strides = _strides(item.stored, item_bytes), _strides(sizes, item_bytes)
+    at = item.offset + sum(map(int.__mul__, item.at.begin, from_strides))
+    to = sum(map(int.__mul__, begin, to_strides))
+    for index in itertools.product(*map(range, block[:outer])):
+        here = to + sum(map(int.__mul__, index, to_strides))
+        yield at + sum(map(int.__mul__, index, from_strides)), content[here : here + run]
+
+
+def prefers_span(item: BlockRead) -> bool:
+    """Return True if it is cheaper to read the rows of the stored part whole than to read each run of an item.
+
+    False for a single run, which needs no staging buffer.
+    """
+    block = item.at.sizes
+    if len(block) < 2:
+        return False
+    outer = _outer_dimensions(item, tuple(item.target.shape))
+    needed = math.prod(block) * item.target.element_size()
+    span = _span_bytes(item)
+    row = math.prod(item.stored[1:]) * item.target.element_size()
+    return row <= STAGING_BYTES and span < needed + (math.prod(block[:outer]) - 1) * RUN_BYTES
+
+
+def _span_bytes(item: BlockRead) -> int:
+    return item.at.sizes[0] * math.prod(item.stored[1:]) * item.target.element_size()
+
+
+def staged_bytes(item: BlockRead) -> int:
+    return _span_bytes(item) if prefers_span(item) else math.prod(item.at.sizes) * item.target.element_size()
+
+
+def in_pieces(item: BlockRead) -> Iterator[BlockRead]:
+    """Yield parts of an item that fit into the staging buffer: halves of its first long dimension, again and again."""
+    if staged_bytes(item) <= STAGING_BYTES:
+        yield item
+        return
+    d = next(d for d, size in enumerate(item.at.sizes) if size > 1)
+    half = item.at.sizes[d] // 2
+    for first in (True, False):
+        at, into = (_half(box, d, half, first) for box in (item.at, item.into))
+        yield from in_pieces(BlockRead(item.offset, item.stored, at, item.target, into))
+
+
+def _half(box: Box, d: int, size: int, first: bool) -> Box:
+    middle = box.begin[d] + size
+    if first:
+        return Box(box.begin, (*box.end[:d], middle, *box.end[d + 1 :]))
+    return Box((*box.begin[:d], middle, *box.begin[d + 1 :]), box.end)
+
+
+def staged(
+    item: BlockRead, staging: torch.Tensor, content: memoryview
+) -> tuple[list[tuple[int, memoryview]], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the ranges to read into the staging buffer, and then the copy: (block of the target, its value)."""
+    block, dtype = item.at.sizes, item.target.dtype
+    target = item.target.detach()[item.into.slices()]
+    size = staged_bytes(item)
+    if prefers_span(item):
+        rows = staging[:size].view(dtype).view(block[0], *item.stored[1:])
+        at = item.offset + item.at.begin[0] * (size // block[0])
+        return [(at, content[:size])], (
+            target,
+            rows[item.at.relative_to((item.at.begin[0], *[0] * (len(block) - 1))).slices()],
+        )
+    value = staging[:size].view(dtype).view(block)
+    return list(runs(item, content, block, (0,) * len(block))), (target, value)
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+# Shards: the part of each attached tensor that one worker holds, and the access to copies that hold other parts.
+
+
+class SealedContent(Protocol):
+    """The seal of a copy."""
+
+    @property
+    def length(self) -> int:
+        """Size of the sealed content, in bytes."""
+
+
+class CopyReader(Protocol):
+    """Access to the copies in the memory of all hosts. All methods raise CopyError if a copy is gone, or damaged.
+
+    Where a copy is served, its checksum is compared with its seal before any of its bytes are sent, and the seal again
+    after a copy that its owner may overwrite was read. So the reader need not verify the content of a tensor.
+    """
+
+    def header(self, copy: CopyOf) -> bytes:
+        """Return all bytes before the random state."""
+
+    def sealed(self, copy: CopyOf) -> SealedContent:
+        """Return the seal."""
+
+    def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
+        """Return bytes that are proven to come from this job: for what is unpickled."""
+
+    def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Read ranges: (offset in the file, where to put the bytes). After an error, these places are undefined."""
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class Piece(NamedTuple):
+    """A tensor that this worker holds, and the place of its content in the whole tensor."""
+
+    local: torch.Tensor
+    shard: Shard
+
+
+class PartPlace(NamedTuple):
+    """PartPlace of a part in a whole tensor. Replicas have the same."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def piece_of(name: str, value: torch.Tensor) -> Piece:
+    """Return the local tensor of a value. The shard of a plain tensor is all of it.
+
+    Raises StateError if a DTensor has a placement that cannot be described.
+    """
+    if not dtensors.is_dtensor(value):
+        shape = tuple(value.shape)
+        return Piece(value, Shard(shape, (0,) * len(shape)))
+    dtensor: Any = value
+    local, shape = dtensors.local_of(dtensor), tuple(dtensor.shape)
+    mesh = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    try:
+        splits = dtensors.splits_of(dtensor)
+        offsets, sizes = (
+            chunk_of(shape, tuple(mesh.shape), tuple(coordinate), splits)
+            if coordinate is not None
+            else (shape, tuple(local.shape))
+        )
+        if coordinate is not None and sizes != tuple(local.shape):
+            raise ValueError(f"its local tensor is {tuple(local.shape)}, and its placements require {sizes}")
+    except ValueError as error:
+        raise StateError(
+            f"{name} is a DTensor that cannot be committed: {error}. Attach tensors whose placements are Shard and "
+            "Replicate."
+        ) from error
+    return Piece(local, Shard(shape, offsets))
+
+
+def chunk_of(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], splits: Sequence[Split]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of the part that a DTensor has at one coordinate of its mesh, as ``torch.chunk`` cuts.
+
+    ``shape``: of the whole tensor. ``splits``: one for each dimension of the mesh.
+
+    The first dimensions of the mesh cut first, except strided ones, which cut after all others, and in reverse order:
+    FSDP2 shards a tensor that tensor parallelism has sharded before. So each part is one block.
+
+    Raises ValueError for strided placements in another arrangement.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    plain = [at for at, split in enumerate(splits) if split is not None and not split[1]]
+    strided = [at for at, split in enumerate(splits) if split is not None and split[1]]
+    for at in (*plain, *reversed(strided)):
+        split = splits[at]
+        assert split is not None
+        dim, factor = split
+        later = [mesh[j] for j in range(at + 1, len(splits)) if (other := splits[j]) is not None and other[0] == dim]
+        if factor and factor != math.prod(later):
+            raise ValueError(f"its placements {list(splits)} on a mesh of {mesh} are not those of FSDP2")
+        step = -(-sizes[dim] // mesh[at])
+        begin, end = (min(sizes[dim], step * i) for i in (coordinate[at], coordinate[at] + 1))
+        offsets[dim], sizes[dim] = offsets[dim] + begin, end - begin
+    return tuple(offsets), tuple(sizes)
+
+
+def digest_of(pieces: Iterable[tuple[str, Piece]]) -> int:
+    """Return the digest of the shards that a worker holds: 63 bits, never 0. Workers with equal ones are replicas."""
+    forms = sorted(
+        (name, piece.shard.shape, dtype_name(piece.local.dtype), piece.shard.offsets, tuple(piece.local.shape))
+        for name, piece in pieces
+    )
+    return digest(msgspec.msgpack.encode(forms)) >> 1 or 1
+
+
+# -------------------------------------------------------------------------------------------------------------- reshard
+
 
 RANGES = 4096  # of one request
 MAX_NAMES = 5  # in an error
@@ -155,17 +450,17 @@ class CommitCopies:
 
     def _each(self) -> Iterator[_Opened]:
         """Yield one copy of each digest, except where none can be read. Headers are read when they are needed."""
-        for digest in self._digests:
-            opened = self._opened(digest)
+        for wanted in self._digests:
+            opened = self._opened(wanted)
             if opened is not None:
                 yield opened
 
     def _each_until_read(self) -> Iterator[_Opened]:
         """Yield copies until the caller has read from one: one of each digest, then the next after each failure."""
-        for digest in self._digests:
-            while (opened := self._opened(digest)) is not None:
+        for wanted in self._digests:
+            while (opened := self._opened(wanted)) is not None:
                 yield opened
-                if self._open.get(digest) is opened:
+                if self._open.get(wanted) is opened:
                     break  # it can be read, and the caller wants another digest
 
     def _opened(self, digest: int) -> _Opened | None:
@@ -334,3 +629,251 @@ def _described(name: str, boxes: Sequence[Box]) -> str:
         "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.begin, box.end, strict=True)) + "]" for box in boxes
     )
     return f"{name}{places}"
+
+
+# -------------------------------------------------------------------------------------------------------- reshard check
+# Comparison of attached values after a reshard with the commit that they come from: for ``--verify-sync``.
+#
+# Each tensor gets a sum over its elements, of a mix of the element's bits with its position in the whole tensor. The
+# sum does not depend on how the tensor is cut, so the parts of the commit and those of this world have the same one.
+# The parts of the commit are divided among the ranks, which read them once more. No rank makes a tensor whole.
+
+
+_ELEMENTS = 1 << 20  # that are summed at once
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd numbers: those of XXH64
+_MASK = (1 << 64) - 1
+
+_Measured = tuple[PartPlace, int]
+"""A part of a tensor, and the sum of its content."""
+
+
+def check_reshard(
+    copies: CommitCopies, pieces: Mapping[str, Piece], rank: int, size: int, exchange: Callable[[bytes], list[bytes]]
+) -> None:
+    """Compare the tensors of all ranks with those of the commit. All ranks of the world call it.
+
+    Args:
+        pieces: the tensors of this rank by name, after the reshard.
+        exchange: sends a message to all ranks, and returns the messages of all of them.
+
+    Raises:
+        StateDivergedError: tensors differ. All ranks raise it, with the same message.
+        CollectiveError: parts of the commit cannot be read from any copy.
+    """
+    live = [_measured(name, piece) for name, piece in pieces.items() if piece.local.numel()]
+    stored = [_read(copies, place) for place in sorted(copies.places())[rank::size]]
+    messages = exchange(msgspec.msgpack.encode((live, stored)))
+    everyone = [msgspec.msgpack.decode(message, type=tuple[list[_Measured], list[_Measured]]) for message in messages]
+    present = _contents(part for parts, _ in everyone for part in parts)
+    committed = _contents(part for _, parts in everyone for part in parts)
+    wrong = sorted(name for name, content in present.items() if committed.get(name, content) != content)
+    if wrong:
+        more = f" and {len(wrong) - MAX_NAMES} more" if len(wrong) > MAX_NAMES else ""
+        raise StateDivergedError(
+            f"--verify-sync: after the reshard, attached values are not those of the commit: "
+            f"{listed(wrong[:MAX_NAMES])}{more}. Report this as a bug, with the shapes and placements of these tensors."
+        )
+
+
+def _measured(name: str, piece: Piece) -> _Measured:
+    return PartPlace(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece)
+
+
+def _read(copies: CommitCopies, place: PartPlace) -> _Measured:
+    """Read a part of the commit."""
+    _, dtype = copies.find(place.name)
+    piece = Piece(torch.empty(place.sizes, dtype=dtype), Shard(place.shape, place.offsets))
+    copies.load({place.name: piece})
+    return place, content_sum(piece)
+
+
+def _contents(parts: Iterable[_Measured]) -> dict[str, list[int]]:
+    """Return the sum of each tensor; for replicas that differ all of their sums, which equal those of no tensor.
+
+    A tensor whose parts overlap without being replicas is left out: ranks of different meshes hold it.
+    """
+    sums: dict[PartPlace, set[int]] = {}
+    for place, content in parts:
+        sums.setdefault(place, set()).add(content)
+    of_name: dict[str, list[PartPlace]] = {}
+    for place in sums:
+        of_name.setdefault(place.name, []).append(place)
+    found: dict[str, list[int]] = {}
+    for name, places in of_name.items():
+        if differing := [content for place in places if len(sums[place]) > 1 for content in sums[place]]:
+            found[name] = sorted(differing)
+        elif sum(math.prod(place.sizes) for place in places) == math.prod(places[0].shape):
+            found[name] = [sum(min(sums[place]) for place in places) & _MASK]
+    return found
+
+
+def content_sum(piece: Piece) -> int:
+    """Return the sum over the elements of a part: 64 bits, the same for each division of a tensor into parts."""
+    local, shape, offsets = piece.local.detach(), piece.shard.shape, piece.shard.offsets
+    if local.is_complex():
+        local, shape, offsets = torch.view_as_real(local), (*shape, 2), (*offsets, 0)
+    if not local.dim():
+        local, shape, offsets = local.reshape(1), (1,), (0,)
+    rows = max(1, _ELEMENTS // max(1, math.prod(local.shape[1:])))
+    total = 0
+    for begin in range(0, local.shape[0], rows):
+        block = local[begin : begin + rows].cpu().contiguous()
+        bits = block.view(_BITS[block.element_size()]).to(torch.int64)
+        mixed = bits * _MIX[0] + _positions(block.shape, shape, (offsets[0] + begin, *offsets[1:])) * _MIX[1]
+        mixed ^= mixed >> 29
+        mixed *= _MIX[2]
+        mixed ^= mixed >> 32
+        total += int(mixed.sum())
+    return total & _MASK
+
+
+def _positions(sizes: Iterable[int], shape: tuple[int, ...], offsets: tuple[int, ...]) -> torch.Tensor:
+    """Return the index of each element of a block in the flattened whole tensor."""
+    found = torch.zeros((), dtype=torch.int64)
+    for d, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        found = found.unsqueeze(-1) + (torch.arange(size) + offset) * math.prod(shape[d + 1 :])
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- own commit
+# This worker's own commit as a copy of the commit line: its shards are read from its memory, and not by its agent.
+
+
+_HERE = SlotId("this worker", 0)
+
+
+def copies_with_own(
+    reader: CopyReader, sources: Sequence[ShardSource], own: Buffer | None, worker_key: str
+) -> CommitCopies:
+    """Return the copies of the line, with the ``own`` commit before others that have the same shards.
+
+    ``own``: the buffer of this worker that holds the line, if there is one. ``worker_key``: see Session.
+    """
+    slot = worker_key.rpartition("#")[0]
+    digest = next((source.digest for source in sources if str(source.copy.slot) == slot), None)
+    if own is None or own.commit is None or digest is None:
+        return CommitCopies(reader, sources)
+    here = ShardSource(digest, CopyOf("this worker", _HERE, own.commit))
+    return CommitCopies(_WithOwnCommit(reader, own), [here, *sources])
+
+
+class _WithOwnCommit:
+    """Reader of all copies (see CopyReader). The own buffer does not change: this worker alone writes to it."""
+
+    def __init__(self, others: CopyReader, own: Buffer) -> None:
+        self._others, self._own = others, own
+
+    def header(self, copy: CopyOf) -> bytes:
+        if copy.slot != _HERE:
+            return self._others.header(copy)
+        if not self._own.is_intact():
+            raise CopyError("its checksum is wrong")
+        return self._own.memory[: self._own.frame.random].numpy().tobytes()
+
+    def sealed(self, copy: CopyOf) -> SealedContent:
+        return self._own if copy.slot == _HERE else self._others.sealed(copy)
+
+    def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
+        if copy.slot != _HERE:
+            return self._others.read(copy, offset, length)
+        return self._own.memory[offset : offset + length].numpy().tobytes()
+
+    def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        if copy.slot != _HERE:
+            self._others.read_into(copy, ranges)
+            return
+        copy_ranges(self._own.memory, ranges)
+
+    def close(self) -> None:
+        self._others.close()
+
+
+# -------------------------------------------------------------------------------------------------------- durable parts
+# StoredParts: the parts of a durable copy of a sharded state, as copies of a commit that a world starts from.
+
+
+_ANY_SIZE = 1 << 62  # the header describes a buffer, which may be longer than its commit
+
+
+class _Length(NamedTuple):
+    length: int
+
+
+class StoredParts:
+    """Reader of the parts of a copy (see state.shards.CopyReader). Part n counts as slot n of the host ``name``."""
+
+    def __init__(self, copies: StoredCopies, name: str, manifest: Manifest) -> None:
+        self.name, self.manifest = name, manifest
+        self._copies = copies
+        self._readers = [PartReader(copies, name, part) for part in manifest.parts]
+
+    def verify(self, rank: int, size: int) -> None:
+        """Read and verify this rank's share of the copy: a number of blocks, and some parts' other files.
+
+        Raises DamagedCopyError, FileNotFoundError, and errors of the storage.
+        """
+        parts = self.manifest.parts
+        for part, reader in list(zip(parts, self._readers, strict=True))[rank::size]:
+            frame_of(reader.head, part.data_bytes)
+            self._copies.file(self.name, part.objects)
+        blocks = [(part, block) for part in parts for block in range(len(part.blocks_crc32c))]
+        own = blocks[rank * len(blocks) // size : (rank + 1) * len(blocks) // size]
+        for part in parts:
+            wanted = [block for of, block in own if of is part]
+            for _ in self._copies.blocks(self.name, part, wanted) if wanted else ():
+                pass
+
+    def commit_copies(self, rank: int) -> CommitCopies:
+        """Return the copies of the commit. Each rank tries another part first for what all parts have."""
+        sources = [
+            ShardSource(part.digest, CopyOf(self.name, SlotId("part", number), self.manifest.commit))
+            for number, part in enumerate(self.manifest.parts)
+        ]
+        first = rank % len(sources)
+        return CommitCopies(self, [*sources[first:], *sources[:first]])
+
+    # ---------------------------------------------------------------------------------------------------- CopyReader
+
+    def header(self, copy: CopyOf) -> bytes:
+        with _errors_of_copies():
+            return self._reader(copy).head
+
+    def sealed(self, copy: CopyOf) -> _Length:
+        return _Length(self._reader(copy).length)
+
+    def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        self.read_into(copy, [(offset, memoryview(data))])
+        return bytes(data)
+
+    def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        with _errors_of_copies():
+            self._reader(copy).read_into([(offset, place.cast("B")) for offset, place in ranges])
+
+    def close(self) -> None:
+        """Do nothing: no connection stays open."""
+
+    def _reader(self, copy: CopyOf) -> PartReader:
+        return self._readers[copy.slot.slot]
+
+
+@contextmanager
+def _errors_of_copies() -> Iterator[None]:
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except Exception as error:  # of the copy, of the storage, or of its library
+        raise CopyError(f"{type(error).__name__}: {error}") from error
+
+
+def frame_of(head: bytes, data_bytes: int) -> Frame:
+    """Return the layout of the commit in a part. Raises DamagedCopyError."""
+    try:
+        frame, _ = parse_header(memoryview(head), _ANY_SIZE)
+    except ValueError as error:
+        raise DamagedCopyError(f"the header is invalid: {error}") from None
+    if (frame.tensors, frame.objects - frame.tensors) != (len(head), data_bytes):
+        raise DamagedCopyError("the header does not describe the files")
+    return frame

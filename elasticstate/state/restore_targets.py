@@ -10,8 +10,7 @@ import torch
 from elasticstate.compat import dtensors
 from elasticstate.compat.dtensors import Split
 from elasticstate.errors import StateError
-from elasticstate.state.reshard import CommitCopies
-from elasticstate.state.shards import Piece, chunk_of, piece_of
+from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, piece_of
 
 
 class RestoreTargets:

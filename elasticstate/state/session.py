@@ -10,7 +10,7 @@ import torch.distributed as dist
 from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import UsageError
 from elasticstate.options import refusal_of_other_launchers, worker_environment
-from elasticstate.state.shards import CopyReader
+from elasticstate.state.reshard import CopyReader
 
 FAILED_COLLECTIVE = (
     "a collective of this world has failed, and the script has caught its error, so this step was not trained on all "

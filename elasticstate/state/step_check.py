@@ -33,10 +33,8 @@ from elasticstate._native import checksum
 from elasticstate.compat import dtensors
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
-from elasticstate.state.accumulation import Accumulation
-from elasticstate.state.base import State, committer_of
-from elasticstate.state.forgotten import Forgotten
-from elasticstate.state.search import search
+from elasticstate.state.base import State, committer_of, search
+from elasticstate.state.forgotten import Accumulation, Forgotten
 from elasticstate.state.values import Captured, Tree, is_array
 
 _has_warned = False

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticstate.compat import optimizers
-from elasticstate.compat.loaders import load_state, state_of
+from elasticstate.compat import modules
+from elasticstate.compat.modules import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.attached import require_describable
 from elasticstate.state.base import State
-from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild, stateful_parts
-from elasticstate.state.first_steps import bytes_to_come
-from elasticstate.state.iterable_data import fault_of, has_iterators, is_stateful, require_own_position
+from elasticstate.state.loader import (
+    fault_of,
+    has_iterators,
+    is_stateful,
+    require_own_position,
+)
 from elasticstate.state.module_state import (
     OR_HOOK,
     capture_module,
@@ -29,11 +32,13 @@ from elasticstate.state.module_state import (
     parameters_of,
     require_same_ties,
     requires_grad,
+    running_statistics,
     without_compiler,
 )
 from elasticstate.state.optimizer_state import (
     NamedGroups,
     arrange_groups,
+    bytes_to_come,
     capture_optimizer,
     check_scheduler,
     decode_names,
@@ -42,9 +47,17 @@ from elasticstate.state.optimizer_state import (
     plain_groups,
 )
 from elasticstate.state.quick_capture import QuickCapture
-from elasticstate.state.running_statistics import running_statistics
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import Captured, Parts, Tree, is_array
+from elasticstate.state.values import (
+    Captured,
+    Parts,
+    Tree,
+    copy_with_same_tensors,
+    flatten,
+    is_array,
+    rebuild,
+    stateful_parts,
+)
 
 
 class TorchState(State):
@@ -297,7 +310,7 @@ class TorchState(State):
     def _drop_gradients(self) -> None:
         for value in self._parts().values():
             if isinstance(value, torch.amp.GradScaler):
-                optimizers.forget_unscaled(value)
+                modules.forget_unscaled(value)
             for parameter in _parameters(value):
                 parameter.grad = None
 

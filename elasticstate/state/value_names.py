@@ -17,12 +17,12 @@ Kinds = dict[str, bool]
 """For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
 
 
-def number(kinds: Kinds) -> int:
+def number_of_names(kinds: Kinds) -> int:
     """Return a digest of 63 bits, which differs if the kinds differ."""
     return digest(msgspec.msgpack.encode(sorted(kinds.items()))) >> 1
 
 
-def compare(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:
+def compare_names(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:
     """Raise StateError if this rank cannot take part in a sync, before anything is sealed, sent or written.
 
     If only other ranks cannot, this rank continues. The sync or the training then fails with the generation. The
@@ -47,7 +47,7 @@ def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds
         kinds: those of this rank.
         has_commit: True if this rank holds a commit. Only the root's answer counts.
     """
-    numbers = channel.numbers_of_all([number(kinds)])
+    numbers = channel.numbers_of_all([number_of_names(kinds)])
     if all(row == numbers[0] for row in numbers):
         return {}
     messages = channel.messages_of_all(msgspec.msgpack.encode((kinds, has_commit)))

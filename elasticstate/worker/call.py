@@ -14,10 +14,10 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from elasticstate.commits import RESULT_HEAD_BYTES, result_hasher
 from elasticstate.errors import UsageError
 from elasticstate.net.link import Given, StorageLink
 from elasticstate.options import worker_environment
-from elasticstate.seals import RESULT_HEAD_BYTES, result_hasher
 from elasticstate.worker.record import record
 
 _NOT_LAUNCHED = "Only elasticstate.launch() runs elasticstate.worker.call. Call elasticstate.launch(function) instead."

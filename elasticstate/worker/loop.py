@@ -20,24 +20,34 @@ The loop uses a state through its committer, and through the public methods that
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import gc
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum, auto
+from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
+
+from elasticstate import present_world
 from elasticstate.commits import owner_of
+from elasticstate.compat import torch_tensors
+from elasticstate.compat.process_groups import PrefixStore, Store, TCPStore
 from elasticstate.core.types import CommitId
-from elasticstate.error_chain import error_chain
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, StateMisfitError, UsageError
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
-from elasticstate.options import WorkerEnvironment
+from elasticstate.net.messages import from_runs
+from elasticstate.options import WorkerEnvironment, tunes_malloc
 from elasticstate.present_world import WorldView
 from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
@@ -45,17 +55,319 @@ from elasticstate.state.committer import Committer
 from elasticstate.state.repeat_check import RepeatCheck
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.step_check import StepCheck
-from elasticstate.tracebacks import text_of
-from elasticstate.worker import call_monitor, contexts, heap, interrupts
-from elasticstate.worker.contexts.context import Fault
-from elasticstate.worker.own_groups import OwnProcessGroups
+from elasticstate.tracebacks import error_chain, text_of
+from elasticstate.worker import call_monitor, contexts, script
+from elasticstate.worker.contexts import addresses
+from elasticstate.worker.contexts.context import Backend, Context, Fault, Rendezvous
 from elasticstate.worker.record import ErrorHandler, handle
-from elasticstate.worker.regroup import Regrouper, release_exception
 from elasticstate.worker.replacement import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import LastWorldSession, WorkerSession
 from elasticstate.worker.storage import AgentStorage, HostPeers
-from elasticstate.worker.torch_modes import TorchModes
+
+# -------------------------------------------------------------------------------------------------------------- regroup
+# Regroup: send READY, receive a world, create its process group, and leave it at the end of the generation.
+
+
+_SLICE = timedelta(seconds=0.25)
+
+
+class Regrouper:
+    """Transitions of one worker from world to world. Used on the main thread only."""
+
+    def __init__(self, environment: WorkerEnvironment, sentinel: Sentinel, backend: Backend) -> None:
+        self._environment = environment
+        self._sentinel = sentinel
+        self._backend = backend
+        self._context = backend.context()
+        self._server: TCPStore | None = None  # this worker's own; all members use the one of rank 0
+        self._store: Store | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._retiring: threading.Thread | None = None  # destroys the groups of the last generation
+
+    @property
+    def context(self) -> Context:
+        return self._context
+
+    def enter(
+        self,
+        behind: bool = False,
+        names: int = 0,
+        has_shards: bool = False,
+        prepare: Callable[[present_world.WorldView], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> present_world.WorldView:
+        """Enter the next world: READY → WORLD → process group.
+
+        Raises torch's errors, or CollectiveError, when the generation fails.
+
+        ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
+        messages.Ready. ``prepare`` is called with the world before its process group is created, ``meanwhile`` after
+        READY, while the other members may still leave the last world.
+        """
+        if self._server is None:
+            self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        address = f"{self._environment.local_address}:{self._server.port}"
+        message = self._sentinel.ready(address, behind, names, has_shards, meanwhile)
+        self._context = self._backend.context()
+        self._sentinel.enter(message, self._context)
+        self._sentinel.check()
+        view = _view(message)
+        present_world.enter(view)
+        if prepare is not None:
+            prepare(view)
+        store = self._connect(view, message)
+        self._sentinel.check()
+        name = f"{message.job}/{message.generation}"
+        self._rendezvous = Rendezvous(
+            store=PrefixStore(name, store),
+            name=name,
+            worker=str(self._environment.worker),
+            rank=view.rank,
+            size=view.size,
+            init_timeout=timedelta(seconds=min(message.regroup_timeout_s, message.collective_timeout_s)),
+            collective_timeout=timedelta(seconds=message.collective_timeout_s),
+            check=self._sentinel.check,
+            address=self._environment.local_address,
+        )
+        self._context.create(self._rendezvous)
+        self._sentinel.check()
+        self._sentinel.formed()
+        return view
+
+    def cause_of(self, error: str) -> str:
+        """Return the text of the error of another member that has caused this one, if it is known; else ``error``."""
+        if self._rendezvous is None or self._sentinel.trains:
+            return error
+        return addresses.cause_of(self._rendezvous, error) or error
+
+    def leave(self, by_plan: bool = False, is_last: bool = False) -> None:
+        """Destroy the generation's groups and store, so that nothing of the generation remains in this process.
+
+        ``by_plan``: all members leave at the same tick. Then the groups are destroyed beside the next generation, until
+        this worker leaves that one. ``is_last``: all members have passed the exit gate.
+        """
+        if self._retiring is not None:
+            self._retiring.join()
+            self._retiring = None
+        torch_tensors.release_works()
+        if by_plan:
+            # No daemon: the interpreter must not end while the thread is inside a destructor of torch.
+            self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=False)
+            self._retiring.start()
+        else:
+            self._context.destroy(by_plan=is_last)
+        if isinstance(self._store, TCPStore) and self._store is self._server:
+            self._server = None  # its keys belong to this generation, so it cannot be used again
+        self._store = self._rendezvous = None
+        self._sentinel.leave()
+        gc.collect()
+
+    def _connect(self, view: present_world.WorldView, message: messages.WorldMessage) -> TCPStore:
+        """Connect to the store of rank 0 in short attempts, and check between them whether the generation has ended."""
+        self._context.watch_store(store_address(view))
+        if view.rank == 0:
+            assert self._server is not None
+            self._store = self._server
+            return self._server
+        deadline = time.monotonic() + message.regroup_timeout_s
+        while True:
+            try:
+                store = TCPStore(
+                    view.store_host, view.store_port, is_master=False, wait_for_workers=False, timeout=_SLICE
+                )
+            except RuntimeError as error:
+                self._sentinel.check()
+                if time.monotonic() >= deadline:
+                    raise CollectiveError(
+                        f"{self._environment.worker} at {self._environment.local_address} cannot connect to rank 0 at "
+                        f"{view.store_host}, port {view.store_port}, within --regroup-timeout of "
+                        f"{message.regroup_timeout_s:g} s: {error}. {addresses.HOSTS}"
+                    ) from None
+                continue
+            store.set_timeout(timedelta(seconds=message.regroup_timeout_s))
+            self._store = store
+            return store
+
+
+def store_address(view: present_world.WorldView) -> tuple[str, int]:
+    """Return the remote address of this worker's connection to the store.
+
+    Rank 0 connects to its own server, which listens at 0.0.0.0, over the loopback interface, as TCPStore does.
+    """
+    return ("127.0.0.1" if view.rank == 0 else view.store_host), view.store_port
+
+
+def _view(message: messages.WorldMessage) -> present_world.WorldView:
+    host, port = message.store.rsplit(":", 1)
+    return present_world.WorldView(
+        message.generation,
+        message.placement,
+        message.size,
+        message.root,
+        from_runs(message.lacking),
+        host,
+        int(port),
+        message.verify_sync,
+        message.records_ticks,
+        message.fresh,
+        from_runs(message.near),
+        message.root_slot,
+        message.line,
+        message.sources,
+        message.durable,
+        message.one_copy,
+        message.follows,
+        message.local_place,
+    )
+
+
+def release_exception(error: BaseException) -> None:
+    """Release all objects that an exception keeps alive: the frames of its whole chain, and its attributes.
+
+    ``clear_frames`` of the outermost traceback is not enough: ``raise X from e`` keeps e's frames. These keep the DDP
+    wrapper, its buckets and the dead process group alive.
+    """
+    for link in error_chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        link.__cause__ = link.__context__ = None
+        link.__dict__.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------- torch modes
+# TorchModes: torch's modes of this process, which a failure may leave as an interrupted function has set them.
+#
+# A ``with`` block ends by the exception of the failure. A function such as ``torch.set_grad_enabled(False)`` has no
+# end: a survivor would train on without gradients, and newcomers with them. So each call of the user's function
+# begins with the modes of the first one.
+
+
+class TorchModes:
+    """The modes of the calling thread at the time of construction.
+
+    They are: gradients, autocast, default dtype and device, deterministic algorithms, and anomaly detection.
+    """
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = {kind: _autocast(kind) for kind in _device_types()}
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self._nesting = _autocast_nesting()
+        self._dtype = torch.get_default_dtype()
+        self._device = torch.get_default_device()
+        self._deterministic = _deterministic()
+        self._anomaly = _anomaly()
+
+    def set(self) -> None:
+        """Make these the modes of the calling thread again."""
+        torch.set_grad_enabled(self._grad)
+        for kind, modes in self._autocast.items():
+            if _autocast(kind) != modes:
+                torch.set_autocast_enabled(kind, modes[0])
+                torch.set_autocast_dtype(kind, modes[1])
+        torch.set_autocast_cache_enabled(self._caches_casts)
+        for _ in range(_autocast_nesting() - self._nesting):
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        if torch.get_default_dtype() != self._dtype:
+            torch.set_default_dtype(self._dtype)
+        if torch.get_default_device() != self._device:
+            torch.set_default_device(None if self._device.type == "cpu" else self._device)
+        if _deterministic() != self._deterministic:
+            torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
+        if _anomaly() != self._anomaly:
+            torch.autograd.set_detect_anomaly(*self._anomaly)
+
+
+def _device_types() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def _autocast(device_type: str) -> tuple[bool, Any]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def _autocast_nesting() -> int:
+    """Return how many autocast contexts are open."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+# ----------------------------------------------------------------------------------------------------------- own groups
+# OwnProcessGroups: protection of the default process group, which elasticstate creates.
+
+
+_TWICE = "trying to initialize the default process group twice"  # of torch's ValueError
+
+
+class OwnProcessGroups:
+    """Context in which a second ``init_process_group``, by user code, raises UsageError."""
+
+    def __enter__(self) -> None:
+        """Do nothing: torch itself refuses a second default group."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ValueError) and _TWICE in str(error):
+            raise UsageError(
+                "init_process_group() was called inside a function decorated with @elasticstate.run, where "
+                "elasticstate creates the default process group. Use that group, or torch.distributed.new_group()."
+            ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------- heap
+# Memory that a worker frees stays with the process, up to a limit, for the next world.
+#
+# A change of worlds frees gradients and the buckets of DistributedDataParallel, and the next step needs as much
+# again. By default, glibc returns freed memory at the end of its heap to the kernel if that is more than twice the
+# largest freed block, at most 64 MiB (mallopt(3), M_TRIM_THRESHOLD). Then the first steps of the next world wait for
+# fresh pages.
+
+
+KEPT_BYTES = 1 << 30
+_LARGEST_BYTES = 32 << 20  # of a block of the heap: glibc's own limit, DEFAULT_MMAP_THRESHOLD_MAX
+_FILL_BYTES = 16 << 20  # of a block
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+_keeps = False
+
+
+def keep_freed_memory() -> None:
+    """Keep up to KEPT_BYTES of freed blocks. Do nothing without glibc, or if the user has set options of ``malloc``.
+
+    Larger blocks than 32 MiB are returned to the kernel at once, as always.
+    """
+    global _keeps
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None or tunes_malloc():
+        return
+    set_option(_MMAP_THRESHOLD, _LARGEST_BYTES)  # glibc stops adapting this limit when one of the options is set
+    set_option(_TRIM_THRESHOLD, KEPT_BYTES)
+    _keeps = True
+
+
+def fill(size_bytes: int) -> None:
+    """Write to ``size_bytes`` of fresh memory, KEPT_BYTES at most, and free it, so that later blocks are not fresh.
+
+    A worker that joins a running job calls it before its first READY: the others wait for its first step.
+    """
+    if _keeps and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        count = min(size_bytes, KEPT_BYTES) // _FILL_BYTES
+        _ = [torch.zeros(_FILL_BYTES, dtype=torch.uint8) for _ in range(count)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- loop
+
 
 _sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
 
@@ -194,7 +506,7 @@ class WorkerLoop:
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.preemption_signals)
         call_monitor.start(self._sentinel.send)
-        heap.keep_freed_memory()
+        keep_freed_memory()
         _import_early()
         self._backend.prepare(self._environment, self._sentinel.send)
 
@@ -210,7 +522,7 @@ class WorkerLoop:
         self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
         self._committer.reserve(self._environment.reserve_bytes)
-        heap.fill(2 * self._environment.reserve_bytes)  # see docs/decisions/worker-processes.md
+        fill(2 * self._environment.reserve_bytes)  # see docs/decisions/worker-processes.md
         if warmup is not None:
             warmup()
         if not has_joined:
@@ -266,7 +578,7 @@ class WorkerLoop:
             release_exception(interrupt)
             return _Outcome.INTERRUPTED
         except (SystemExit, KeyboardInterrupt):
-            with interrupts.ignored():
+            with script.ignored():
                 self._regrouper.leave()
             raise
         except BaseException as error:

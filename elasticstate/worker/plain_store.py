@@ -20,7 +20,7 @@ _LOOK_INTERVAL_S = 0.05
 
 
 def main() -> None:
-    from elasticstate.compat.stores import TCPStore
+    from elasticstate.compat.process_groups import TCPStore
 
     host, port = sys.argv[1], int(sys.argv[2])
     listener = os.dup(1)

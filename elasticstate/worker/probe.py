@@ -60,7 +60,7 @@ def _nccl_version() -> str:
 
 def _nccl_names() -> dict[str, str]:
     """Return torch's names of the backends that use NCCL, by those of elasticstate."""
-    from elasticstate.worker.contexts.nccl_settings import torch_name
+    from elasticstate.worker.contexts.nccl import torch_name
 
     return {backend: torch_name(backend) for backend in ("nccl", "nccl2")}
 
@@ -70,7 +70,7 @@ def _try_gloo(timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from elasticstate.compat.stores import TCPStore
+    from elasticstate.compat.process_groups import TCPStore
     from elasticstate.worker.contexts.context import Rendezvous
     from elasticstate.worker.contexts.gloo import GlooContext
 

@@ -48,7 +48,7 @@ def _end(error: str, is_cause: bool = False) -> NoReturn:
 
 
 def _serve(port: int, size: int) -> None:
-    from elasticstate.compat.stores import TCPStore
+    from elasticstate.compat.process_groups import TCPStore
 
     store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + MEETING_S + EXCHANGE_S + _LAST_MOMENT_S
@@ -63,7 +63,7 @@ def _exchange(
     import torch
     import torch.distributed as dist
 
-    from elasticstate.compat.stores import PrefixStore, TCPStore
+    from elasticstate.compat.process_groups import PrefixStore, TCPStore
     from elasticstate.net.names import address_towards
     from elasticstate.worker.contexts import addresses
     from elasticstate.worker.contexts.context import Rendezvous

@@ -18,16 +18,59 @@ import os
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elasticstate._native import exit_after_finalization, exit_at_latest
-from elasticstate.worker import interrupts
-from elasticstate.worker.gloo_rest import rest
+from elasticstate.worker.contexts.gloo import rest
+
+# ----------------------------------------------------------------------------------------------------------- interrupts
+# SIGINT to a worker that ends already: it has no effect. Otherwise it would print a traceback, wherever it arrives.
+#
+# Until then the script has Python's own handler, which raises KeyboardInterrupt.
+
+
+def ignore() -> None:
+    """Ignore SIGINT from now on, unless the script handles it. Processes that the script starts get it."""
+    if _replace(signal.default_int_handler, _nothing):
+        atexit.register(ignore_at_exit)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Ignore SIGINT, unless the script handles it."""
+    is_ours = _replace(signal.default_int_handler, _nothing)
+    try:
+        yield
+    finally:
+        if is_ours:
+            _replace(_nothing, signal.default_int_handler)
+
+
+def ignore_at_exit() -> None:
+    """Ignore SIGINT for good: the end of the interpreter would give it its usual effect back."""
+    for handler in (_nothing, signal.default_int_handler):
+        _replace(handler, signal.SIG_IGN)
+
+
+def _replace(old: object, new: Any) -> bool:
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not old:
+        return False
+    signal.signal(signal.SIGINT, new)
+    return True
+
+
+def _nothing(signum: int, frame: object) -> None:
+    pass
+
+
+# --------------------------------------------------------------------------------------------------------------- script
+
 
 UNBUFFERED = "-u"  # the only option of the interpreter that a forked worker may have
 _ARGUMENTS, _ENVIRONMENT = (45, 46), (47, 48)  # of /proc/self/stat, behind the name: start and end (proc_pid_stat(5))
@@ -77,14 +120,14 @@ def _call(script: Callable[[], object]) -> None:
     global _is_interrupted, _exit_code
     try:
         script()
-        interrupts.ignore()
+        ignore()
         _exit_code = 0
     except SystemExit as error:
-        interrupts.ignore()
+        ignore()
         _exit_code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
         raise
     except BaseException as error:
-        interrupts.ignore()
+        ignore()
         trace = _without_own_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
         if sys.version_info >= (3, 12):
@@ -174,7 +217,7 @@ def show_variables(variables: Mapping[str, str]) -> None:
 
     Other programs find workers by these. The rest of that memory stays, as libraries may have pointers to it.
     """
-    from elasticstate.net.fork_link import PADDING_VARIABLE
+    from elasticstate.net.link import PADDING_VARIABLE
 
     start, end = _memory(_ENVIRONMENT)
     padding = ctypes.string_at(start, end - start).find(os.fsencode(f"{PADDING_VARIABLE}="))

@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol, TypeVar
 
 from elasticstate import _native, tracebacks
-from elasticstate.compat import flight_recorder, standard_library
-from elasticstate.core.collectives import Collective
-from elasticstate.core.types import CommitId, WorkerId
-from elasticstate.error_chain import error_chain
+from elasticstate.compat import process_groups, standard_library
+from elasticstate.core.types import Collective, CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
-from elasticstate.net import messages, worker_codec
+from elasticstate.net import codec, messages
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
-from elasticstate.worker import interrupts
+from elasticstate.tracebacks import error_chain
+from elasticstate.worker import script
 from elasticstate.worker.replacement import exit_for_replacement
 
 A = TypeVar("A")
@@ -136,7 +135,7 @@ class Sentinel:
             signal.set_wakeup_fd(-1)
         for number in ours:
             signal.signal(number, signal.SIG_IGN)
-        interrupts.ignore_at_exit()
+        script.ignore_at_exit()
 
     def _own_handlers(self) -> list[int]:
         """Return the preemption signals that the script does not handle."""
@@ -169,7 +168,7 @@ class Sentinel:
     def _leave(self) -> NoReturn:
         """Raise SystemExit(0): the job wants this worker to leave. Further signals have no effect."""
         self._exits = True
-        interrupts.ignore()
+        script.ignore()
         self._ignore_signals_at_exit()
         raise SystemExit(0)
 
@@ -199,7 +198,7 @@ class Sentinel:
         message = self._native.cause
         if not message:
             return None
-        end = worker_codec.decode_to_worker(message)
+        end = codec.decode_to_worker(message)
         assert isinstance(end, messages.End)
         return end
 
@@ -236,7 +235,7 @@ class Sentinel:
         """Send ``request``, and wait for the agent's message of type ``answer``. Other messages are dropped."""
         self.send(request)
         while True:
-            message = worker_codec.decode_to_worker(self._native.wait_other())
+            message = codec.decode_to_worker(self._native.wait_other())
             if isinstance(message, answer):
                 return message
 
@@ -277,7 +276,7 @@ class Sentinel:
         message = self._native.wait_world(joined)
         if message is None:
             self._leave()
-        world = worker_codec.decode_to_worker(message)
+        world = codec.decode_to_worker(message)
         assert isinstance(world, messages.WorldMessage)
         return world
 
@@ -352,7 +351,7 @@ class Sentinel:
     def _send_where(self, generation: int, text: str = "") -> None:
         """Send the last collectives, and the place of the main thread. ``text``: the error with which it left there."""
         stack = standard_library.stack_of(threading.main_thread())
-        entered = tuple(Collective(*record) for record in flight_recorder.last_collectives(self._entered_ns))
+        entered = tuple(Collective(*record) for record in process_groups.last_collectives(self._entered_ns))
         where = text or "".join(stack.format())
         line = "" if text else tracebacks.line_of(stack)
         self.send(messages.CollectivesReport(generation, entered, where[-_LONGEST_STACK:], line))
@@ -457,7 +456,7 @@ class Sentinel:
         self._end(self.generation, error)
 
     def _end(self, generation: int, error: str) -> None:
-        end = worker_codec.encode_to_worker(messages.End(generation, None, error))
+        end = codec.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
             self._own_end = error
             self.send(messages.GenerationFailure(generation, True, error))

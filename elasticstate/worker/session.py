@@ -13,11 +13,11 @@ from elasticstate.copies.client import CopyClient
 from elasticstate.core.types import CommitId, ShardSource, SlotId
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
+from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits
-from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
-from elasticstate.worker.local_copies import LocalCopies
 from elasticstate.worker.sentinel import Sentinel
+from elasticstate.worker.storage import LocalCopies
 
 _LOOK_INTERVAL_S = 0.05
 _CUT = "the collectives of this world were cut, so this step was not trained on all ranks"

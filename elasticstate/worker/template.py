@@ -1,7 +1,7 @@
 """The template process of a host: it imports torch and elasticstate once, and workers fork from it.
 
 ``python template.py DESCRIPTOR AGENT_PID DIRECTORY MODULES PADDING``. The agent starts it and sends requests
-(net/fork_link.py). A worker forks twice, so that its parent is the agent, which adopts orphans
+(net/link.py). A worker forks twice, so that its parent is the agent, which adopts orphans
 (PR_SET_CHILD_SUBREAPER). DIRECTORY is that of the workers' script. PADDING is space for the command line that ps shows
 for a worker.
 
@@ -29,8 +29,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from elasticstate.options import replace_environment
-from elasticstate.net.fork_link import IMPORTING, READY, AgentLink, ReceivedRequest
-from elasticstate.worker.gloo_rest import watch_models
+from elasticstate.net.link import (
+    IMPORTING,
+    READY,
+    AgentLink,
+    ReceivedRequest,
+)
+from elasticstate.worker.contexts.gloo import watch_models
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ADOPTION_S = 10.0

@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 from watching import cpu_s, page, scrape
 
-from elasticstate.agent.liveness import stamps_interval_s
+from elasticstate.agent.worker import stamps_interval_s
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.stream import Stream

@@ -31,8 +31,8 @@ from statistics import median
 import torch
 
 import elasticstate as elastic
+from elasticstate.state.async_commit import copy_stream_of
 from elasticstate.state.base import committer_of
-from elasticstate.state.copy_stream import copy_stream_of
 
 TENSOR_BYTES = 64 << 20
 STEPS = 10  # per round, with one commit or none

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from elasticstate.core.membership import Membership, new_membership, step
+from elasticstate.core.step import Membership, new_membership, step
 from elasticstate.core.types import (
     AgentJoined,
     CommitId,

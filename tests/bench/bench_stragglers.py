@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from elasticstate import _native
-from elasticstate.agent.worker_starter import FLIGHT_RECORDER
-from elasticstate.compat.flight_recorder import last_collectives
+from elasticstate.agent.workers import FLIGHT_RECORDER
+from elasticstate.compat.process_groups import last_collectives
 
 COLLECTIVES = 50  # per tick
 STEP_S, GOAL_S = 0.1, 200e-6

@@ -121,9 +121,9 @@ class Machine:
         """Name by which torch knows the backend."""
         if self.fake:
             return "nccl-legacy" if self.backend == "nccl" else self.backend
-        from elasticstate.worker.contexts import nccl_settings
+        from elasticstate.worker.contexts import nccl
 
-        return nccl_settings.torch_name(self.backend)
+        return nccl.torch_name(self.backend)
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -135,7 +135,7 @@ def names(found: Found, machine: Machine, folder: Path) -> None:
     import torch.distributed as dist
 
     from elasticstate.compat import process_groups
-    from elasticstate.worker.contexts import nccl, nccl_settings
+    from elasticstate.worker.contexts import nccl
 
     for name, value in {
         "Python": platform.python_version(),
@@ -150,9 +150,9 @@ def names(found: Found, machine: Machine, folder: Path) -> None:
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     found.figure("commit", commit.stdout.strip())
     if not machine.fake:
-        found.figure("NCCL", ".".join(map(str, nccl_settings.nccl_version())))
+        found.figure("NCCL", ".".join(map(str, nccl.nccl_version())))
         found.figure("GPU", torch.cuda.get_device_name(0))
-        found.figure("warnings of the settings", nccl_settings.apply_settings())
+        found.figure("warnings of the settings", nccl.apply_settings())
         ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_mode", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             found.figure("nvidia-smi", subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout.strip())

@@ -13,10 +13,9 @@ import psutil
 import pytest
 import torch
 
-from elasticstate.mpi.messages import Applicant
-from elasticstate.mpi.mpirun import Mpirun
+from elasticstate.mpi.driver import Applicant, Mpirun
 from elasticstate.private import open_directory, write_file
-from elasticstate.worker.contexts.nccl_settings import torch_name
+from elasticstate.worker.contexts.nccl import torch_name
 from tests.kit.forks import Template
 from tests.kit.ranks import SOON_S, Rank, Ranks
 

@@ -20,20 +20,17 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from elasticstate.core.copies import CopyFigures
-from elasticstate.core.phases import Running, Straggler
-from elasticstate.core.types import WorkerId
-from elasticstate.driver.dashboard.history import History
-from elasticstate.driver.dashboard.merge_patch import View
+from elasticstate.core.state import Running, Straggler
+from elasticstate.core.types import CopyFigures, WorkerId
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
-from elasticstate.driver.dashboard.view import view_of
-from elasticstate.driver.job_state import JobState
-from elasticstate.driver.tails import Tails
+from elasticstate.driver.dashboard.view import History, View, view_of
+from elasticstate.driver.job import JobState
+from elasticstate.driver.output import Tails
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
-from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
 from elasticstate.net.strangers import Strangers
+from elasticstate.net.web import listening_socket, port_of
 from tests.kit.browser import NO_CHROMIUM, TIMEOUT_MS, WHY, opened, soon, url_of
 from tests.kit.core import ALL_KEPT, NEWER, attach, drive
 from tests.kit.driver import state_after

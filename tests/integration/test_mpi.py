@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticstate.mpi.messages import Applicant
-from elasticstate.mpi.mpirun import Mpirun
+from elasticstate.mpi.driver import Applicant, Mpirun
 from elasticstate.net.trust import make_token
 from tests.kit.job import Hosts, Job
 from tests.kit.series import (

@@ -16,7 +16,7 @@ import pytest
 from elasticstate.core.types import WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer
-from elasticstate.net.launch import Launch
+from elasticstate.net.messages import Launch
 from elasticstate.net.trust import Trust
 from elasticstate.options import Options
 

@@ -11,13 +11,11 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 
 from elasticstate._native import ControlPage, checksum
-from elasticstate.commits import owner_of
+from elasticstate.commits import commit_tag, owner_of, part_tag
 from elasticstate.copies.pusher import Target
-from elasticstate.copies.sealed import Sealed, layout_digest
 from elasticstate.copies.service import HostCopies
-from elasticstate.copies.store import CopyStore
-from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.seals import commit_tag, part_tag
+from elasticstate.copies.store import CopyStore, Sealed, layout_digest
+from elasticstate.core.types import CommitId, SlotId
 
 KEY = b"k" * 32
 JOB = "job"

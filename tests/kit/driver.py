@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate.cli.parser import parse_options
-from elasticstate.driver.durable_copies import DurableCopies
-from elasticstate.driver.job_state import JobState
-from elasticstate.driver.journal import Journal
+from elasticstate.driver.durable import DurableCopies
+from elasticstate.driver.job import JobState, Journal
 from elasticstate.driver.report import Report
 from elasticstate.net.messages import SaveDurable, ToAgent
 from tests.kit.core import WHOLE_JOB, drive

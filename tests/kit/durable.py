@@ -10,8 +10,8 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.durable.copies import copy_name
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
+from elasticstate.state.buffer import PrivateStorage
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.storage import PrivateStorage
 
 
 def commit_of(values: dict[str, Any], private: bytes = b"random state") -> bytes:

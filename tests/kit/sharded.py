@@ -28,12 +28,17 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from elasticstate.commit_header import Shard as Place, Sharding
+from elasticstate.commits import Shard as Place, Sharding
 from elasticstate.compat.dtensors import Split
-from elasticstate.core.types import CommitId, CopyOf, ShardSource, SlotId
+from elasticstate.core.types import (
+    CommitId,
+    CopyOf,
+    ShardSource,
+    SlotId,
+)
 from elasticstate.errors import CopyError
 from elasticstate.state.peer import SealReader
-from elasticstate.state.shards import Piece, SealedContent, chunk_of
+from elasticstate.state.reshard import Piece, SealedContent, chunk_of
 from elasticstate.state.snapshot import Snapshot
 from tests.kit.state import FileStorage, Member, World
 

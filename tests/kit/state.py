@@ -18,8 +18,8 @@ from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
+from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import HeldCommits
-from elasticstate.state.shards import CopyReader
 from elasticstate.state.snapshot import Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.pages import page_at

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import new_membership, next_deadline, step
+from elasticstate.core.step import new_membership, next_deadline, step
 from tests.kit.policy import policy_of
 
 TRANSCRIPTS = Path(__file__).parents[1] / "simulation" / "transcripts"

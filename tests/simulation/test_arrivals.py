@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
-from elasticstate.core.cooldown import JITTER, MAX_BACKOFF_S
+from elasticstate.core.slots import JITTER, MAX_BACKOFF_S
 from tests.kit.policy import policy_of
 from tests.kit.simulation.fleet import Fleet, Machine
 

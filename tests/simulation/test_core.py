@@ -12,9 +12,14 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Membership, new_membership, next_deadline, step
-from elasticstate.core.records import Over
-from elasticstate.core.time_account import Times
+from elasticstate.core.figures import Times
+from elasticstate.core.state import Over
+from elasticstate.core.step import (
+    Membership,
+    new_membership,
+    next_deadline,
+    step,
+)
 from tests.kit.simulation.books import Books
 from tests.kit.simulation.invariants import ENDS, Checker
 from tests.kit.simulation.recovery import stale_facts_have_no_effect, world_or_end_is_reached

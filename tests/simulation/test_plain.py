@@ -11,9 +11,9 @@ import msgspec
 from hypothesis import given, strategies as st
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import new_membership, next_deadline, step
 from elasticstate.core.reattach import reattach
-from elasticstate.core.records import Over
+from elasticstate.core.state import Over
+from elasticstate.core.step import new_membership, next_deadline, step
 from elasticstate.driver.reattach import Reattachment, newer
 from elasticstate.driver.record import Record
 from elasticstate.net import messages

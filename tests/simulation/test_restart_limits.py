@@ -15,7 +15,7 @@ from dataclasses import replace
 from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.core import types as t
-from elasticstate.core.records import Waiting
+from elasticstate.core.state import Waiting
 from tests.kit.policy import policy_of
 from tests.kit.simulation.fleet import Fleet, Machine, Slots
 

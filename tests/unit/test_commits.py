@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.commits import CommitDirectory, owner_of, refuse, remove_dead, remove_job
+from elasticstate.commits import (
+    CommitDirectory,
+    owner_of,
+    refuse,
+    remove_dead,
+    remove_job,
+)
 from elasticstate.driver.record import JobDirectory
 
 JOB = "c0ffee"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticstate.error_chain import error_chain
+from elasticstate.tracebacks import error_chain
 
 ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)
 

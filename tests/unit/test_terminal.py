@@ -11,7 +11,7 @@ from elasticstate.agent.agent import Agent
 from elasticstate.cli import main
 from elasticstate.driver.report import Report
 from elasticstate.failures import WorkerFailure
-from elasticstate.net.launch import Launch
+from elasticstate.net.messages import Launch
 from elasticstate.terminal import message, printable
 
 FLUSH_S = 10.0

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elasticstate.driver.dashboard.history import History, decoded
+from elasticstate.driver.dashboard.view import History, decoded
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
-from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.strangers import Strangers
+from elasticstate.net.web import listening_socket, port_of
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
+import ipaddress
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -21,15 +25,188 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from elasticstate.core.types import SlotId, WorkerId
-from elasticstate.driver.dashboard.guard import Guard, Visit, is_from_proxy
-from elasticstate.driver.dashboard.merge_patch import View
-from elasticstate.driver.dashboard.viewers import INTERVAL_S, Viewers
-from elasticstate.driver.tails import Tails
+from elasticstate.driver.dashboard.view import View, difference
+from elasticstate.driver.output import Tails
+from elasticstate.net.names import is_own_host
 from elasticstate.net.strangers import Crowd, Strangers
-from elasticstate.net.web_port import Visitor, WebPort
+from elasticstate.net.web import Visitor, WebPort
 
 if TYPE_CHECKING:
     import socket
+
+
+# ---------------------------------------------------------------------------------------------------------------- guard
+# Guard of the dashboard: decides which requests may see the job, and which may act on it.
+#
+# - A request of another site is refused: ``Sec-Fetch-Site`` and ``Origin`` name the site that caused it (CSRF).
+# - A request for another name is refused: a stranger's name that resolves to this machine makes a browser regard the
+#   dashboard as a part of the stranger's site (DNS rebinding). Addresses and this machine's own name are allowed.
+# - Seeing needs the job's token, unless the request comes over the loopback interface, and not through a proxy. A proxy
+#   may leave no sign in a request: with ``--dashboard-require-token``, seeing always needs the token.
+# - Acting always needs the token.
+
+
+_OF_PROXIES = {"cdn-loop", "forwarded", "true-client-ip", "via", "x-client-ip", "x-cluster-client-ip", "x-real-ip"}
+_OF_PROXIES |= {"x-amzn-trace-id", "x-cloud-trace-context", "x-proxyuser-ip", "x-request-id", "x-scheme"}
+_BEGINNINGS = ("cf-", "proxy-", "tailscale-", "x-arr-", "x-azure-", "x-envoy-", "x-forwarded", "x-original", "x-proxy-")
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The facts about a request on which the guard decides."""
+
+    peer: str  # address of the peer
+    host: str  # header Host
+    scheme: str = "http"
+    origin: str | None = None
+    fetch_site: str | None = None  # header Sec-Fetch-Site
+    is_forwarded: bool = False  # by a proxy
+    authorization: str = ""
+
+
+class Guard:
+    """Guard of a job with this token."""
+
+    def __init__(self, token: str, requires_token: bool) -> None:
+        """``requires_token``: also over the loopback interface."""
+        self._expected = f"Bearer {token}".encode()
+        self._requires_token = requires_token
+
+    def refuse(self, visit: Visit) -> str:
+        """Return why the request is refused, or "": it comes from another site, or is for another name."""
+        if not is_own_host(visit.host):
+            return f"the host {visit.host!r} is not this machine. Open the dashboard by an address of this machine"
+        if visit.fetch_site not in (None, "same-origin", "none"):
+            return "the request comes from another site. Enter the dashboard's address yourself"
+        if visit.origin not in (None, f"{visit.scheme}://{visit.host}"):
+            return "the request comes from another site"
+        return ""
+
+    def has_token(self, visit: Visit) -> bool:
+        return hmac.compare_digest(visit.authorization.encode(errors="replace"), self._expected)
+
+    def may_see(self, visit: Visit) -> bool:
+        is_near = is_loopback_address(visit.peer) and not visit.is_forwarded
+        return self.has_token(visit) or (is_near and not self._requires_token)
+
+
+def is_from_proxy(headers: Iterable[str], version: tuple[int, int]) -> bool:
+    """Return True if a request with these names of headers, and this version of HTTP, has signs of a proxy.
+
+    Browsers and curl send HTTP/1.1. nginx sends 1.0 unless it is told otherwise, and then no header of its own.
+    """
+    names = [name.lower() for name in headers]
+    return version < (1, 1) or any(name in _OF_PROXIES or name.startswith(_BEGINNINGS) for name in names)
+
+
+def is_loopback_address(text: str) -> bool:
+    """Return True for an IPv4 or IPv6 address of the loopback interface."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+# -------------------------------------------------------------------------------------------------------------- viewers
+# The viewers of a dashboard. Each gets the whole view once, and then only changes.
+#
+# After an event of the job the changes are sent at once, but not sooner than INTERVAL_S after the last ones. Without
+# an event only ticks and times change: these are sent every QUIET_INTERVAL_S.
+
+
+INTERVAL_S = 1.0
+QUIET_INTERVAL_S = 2.0
+_MOST_WAITING = 8  # messages that a slow viewer may have to receive yet; then it must connect again
+
+
+class Viewers:
+    """The viewers who watch now. Without them no view is made."""
+
+    def __init__(self, view: Callable[[], View]) -> None:
+        self._view = view
+        self._last: View = {}
+        self._queues: set[asyncio.Queue[bytes | None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._next: asyncio.TimerHandle | None = None
+        self._published_at = -inf
+
+    async def messages(self) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events for one viewer, until the job is over or the viewer is too slow."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
+        if not self._queues or self._loop.time() >= self._published_at + INTERVAL_S:
+            self.publish()  # else others have got this view a moment ago
+        queue.put_nowait(_event("view", self._last))
+        self._queues.add(queue)
+        self._publish_at(self._quiet_until)
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            self._queues.discard(queue)
+
+    def news(self) -> None:
+        """Send the changes soon: there is an event of the job."""
+        if self._queues:
+            self._publish_at(self._published_at + INTERVAL_S)
+
+    def publish(self) -> None:
+        """Send the changes since the last call to all viewers. A viewer without changes gets a sign of life."""
+        view = self._view()
+        message = _event("patch", difference(self._last, view)) if self._queues else b""
+        self._last, self._published_at = view, self._loop.time()
+        for queue in list(self._queues):
+            if queue.full():
+                self._dismiss(queue)
+            else:
+                queue.put_nowait(message)
+
+    def close(self) -> None:
+        """Send the last view, and end all streams."""
+        if self._next is not None:
+            self._next.cancel()
+        if self._queues:
+            self.publish()
+        for queue in list(self._queues):
+            if not queue.full():
+                queue.put_nowait(_event("over", {}))
+            self._dismiss(queue)
+
+    def _dismiss(self, queue: asyncio.Queue[bytes | None]) -> None:
+        self._queues.discard(queue)
+        if queue.full():
+            queue.get_nowait()
+        queue.put_nowait(None)
+
+    @property
+    def _quiet_until(self) -> float:
+        """Return the time of the next changes without an event, together with other looks of the driver (beats.py)."""
+        return ceil(2 * (self._published_at + QUIET_INTERVAL_S)) / 2
+
+    def _publish_at(self, at: float) -> None:
+        """Publish at this time of the event loop's clock, or sooner if that is planned already."""
+        if self._next is not None:
+            if self._next.when() <= at:
+                return
+            self._next.cancel()
+        self._next = self._loop.call_at(at, self._publish_regularly)
+
+    def _publish_regularly(self) -> None:
+        self._next = None
+        if self._queues:
+            self.publish()
+            self._publish_at(self._quiet_until)
+
+
+def _event(kind: str, content: View) -> bytes:
+    """Return a server-sent event. JSON has no line breaks, so the data is one line."""
+    data = msgspec.json.encode({"now": round(time.time(), 3), "content": content})
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+# --------------------------------------------------------------------------------------------------------------- server
+
 
 _PAGE = Path(__file__).with_name("page.html")
 _MOST_BODY_BYTES = 4096

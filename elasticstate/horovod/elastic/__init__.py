@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from elasticstate.horovod.elastic.running import run
 from elasticstate.horovod.elastic.sampler import ElasticSampler
-from elasticstate.horovod.elastic.state import ObjectState, State, TorchState
+from elasticstate.horovod.elastic.state import ObjectState, State, TorchState, run
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 import elasticstate
-from elasticstate.horovod import headers
+from elasticstate.horovod import negotiation, world
 from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.optimizer import drop_all
 from elasticstate.horovod.process_sets import members_of
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
 
 __all__ = ["ObjectState", "State", "TorchState"]
 
@@ -53,8 +59,8 @@ class State(elasticstate.State):
         return name not in _FREE and super()._is_taken(name)
 
     def check_host_updates(self) -> None:
-        if headers.some_have_joined():
-            headers.agree(Call(CallKind.TICK, ("the end of a tick",)), members_of(None))
+        if negotiation.some_have_joined():
+            negotiation.agree(Call(CallKind.TICK, ("the end of a tick",)), members_of(None))
         try:
             super().check_host_updates()
         except elasticstate.HostsUpdatedInterrupt as interrupt:
@@ -90,3 +96,30 @@ class TorchState(State, elasticstate.TorchState):
     ) -> None:
         given = {"model": model, "optimizer": optimizer}
         super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+# ``hvd.elastic.run``.
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run(function: Callable[P, R]) -> Callable[P, R]:
+    """Make ``function(state, ...)`` elastic. See ``elasticstate.run``."""
+
+    @functools.wraps(function)
+    def in_one_world(*args: P.args, **kwargs: P.kwargs) -> R:
+        state = args[0]
+        assert isinstance(state, elasticstate.State), "elasticstate.run verifies this"
+        negotiation.use(state)
+        try:
+            if world.is_initialized():
+                world.ready()
+            return function(*args, **kwargs)
+        finally:
+            drop_all()
+            negotiation.use(None)
+
+    return elasticstate.run(in_one_world)

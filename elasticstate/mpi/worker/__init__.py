@@ -2,9 +2,9 @@
 
 * ``context.py``: the groups of a generation
 * ``world.py``: the communicator of a world, built from that of the last one
-* ``identity.py``: the identity of a process for MPI
+* ``world.py``: the identity of a process for MPI
 * ``group.py``: torch's collectives as MPI calls
-* ``operation.py``: running operations
+* ``group.py``: running operations
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticstate.errors import UsageError
-from elasticstate.mpi.messages import Applicant, IdentityRequest, as_request
+from elasticstate.mpi.driver import Applicant, IdentityRequest, as_request
 from elasticstate.mpi.worker.context import MpiContext
-from elasticstate.mpi.worker.identity import forget_identity
 from elasticstate.mpi.worker.library import MPI
-from elasticstate.mpi.worker.world import WorldBuilder
+from elasticstate.mpi.worker.world import WorldBuilder, forget_identity
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
 

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from elasticstate._native import GlooSockets
 from elasticstate.compat.process_groups import use_as_mpi_backend
 from elasticstate.errors import CollectiveError
-from elasticstate.mpi.worker.group import MpiGroup
+from elasticstate.mpi.worker.group import GONE, MpiGroup, Progress
 from elasticstate.mpi.worker.library import MPI
-from elasticstate.mpi.worker.operation import GONE, Progress
 from elasticstate.mpi.worker.world import WorldBuilder, group_of
-from elasticstate.worker.contexts.context import Fault, Rendezvous
-from elasticstate.worker.contexts.groups import TorchGroups
+from elasticstate.worker.contexts.context import Fault, Rendezvous, TorchGroups
 from elasticstate.worker.replacement import exit_for_replacement
 
 _LOOK_INTERVAL_S = 0.002

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from elasticstate.backends import BACKENDS
 from elasticstate.plug_ins import load_part
 from elasticstate.worker.contexts.context import Backend
-from elasticstate.worker.contexts.nccl_settings import torch_name
+from elasticstate.worker.contexts.nccl import torch_name
 
 
 def choose(name: str) -> Backend:

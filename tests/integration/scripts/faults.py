@@ -25,7 +25,7 @@ from elasticstate.state.channel import Channel
 from elasticstate.state.peer import PeerReader
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous
-from elasticstate.worker.regroup import Regrouper
+from elasticstate.worker.loop import Regrouper
 
 BUSY_S = 6.0
 POINTS = ("import", "step", "backward", "new_group", "callback", "gate", "init", "store", "sync", "leave")

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import elasticstate.horovod as hvd
 from elasticstate import NotInWorldError, UsageError
-from elasticstate.horovod import buckets
+from elasticstate.horovod import optimizer
 
 # ------------------------------------------------------------------------------------------------------- collectives
 
@@ -326,12 +326,12 @@ def check_like_ddp() -> None:
 
 
 def check_like_ddp_in_many_buckets() -> None:
-    first, buckets.FIRST_BYTES, most, buckets.BYTES = buckets.FIRST_BYTES, 1000, buckets.BYTES, 10000
+    first, optimizer.FIRST_BYTES, most, optimizer.BYTES = optimizer.FIRST_BYTES, 1000, optimizer.BYTES, 10000
     try:
         compare(1e-6)
         compare(1e-6, branches=True)
     finally:
-        buckets.FIRST_BYTES, buckets.BYTES = first, most
+        optimizer.FIRST_BYTES, optimizer.BYTES = first, most
 
 
 def check_like_ddp_with_unlike_branches() -> None:

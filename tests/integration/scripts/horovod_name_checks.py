@@ -10,7 +10,7 @@ import torch
 
 import elasticstate.horovod as hvd
 from elasticstate import UsageError
-from elasticstate.horovod import groups
+from elasticstate.horovod import world
 
 ONES = torch.ones(3)
 CALLS: list[Callable[[str], Any]] = [
@@ -118,12 +118,12 @@ def check_calls_that_the_others_never_make() -> None:
 
 
 def check_open_calls_are_listed() -> None:
-    assert groups.open_calls() == []
+    assert world.open_calls() == []
     handle = hvd.allreduce_async(ONES, name="x") if hvd.rank() == 0 else None
     hvd.barrier()
-    assert groups.open_calls() == (["allreduce(name='x', op=Average) of float32[3]"] if hvd.rank() == 0 else [])
+    assert world.open_calls() == (["allreduce(name='x', op=Average) of float32[3]"] if hvd.rank() == 0 else [])
     hvd.synchronize(handle or hvd.allreduce_async(ONES, name="x"))
-    assert groups.open_calls() == []
+    assert world.open_calls() == []
 
 
 def check_join_waits_for_earlier_calls() -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from elasticstate.state import commit_writer
+from elasticstate.state import committer
 from elasticstate.state.snapshot import Snapshot
 
 
 class SlowDevice:
-    """A copy stream (``elasticstate.state.copy_stream.CopyStream``) for CPU tensors.
+    """A copy stream (``elasticstate.state.async_commit.CopyStream``) for CPU tensors.
 
     ``pace_s``: seconds per step of the device. None: the device makes no step by itself, but only on ``advance`` and
     ``finish``, or when the training submits work that has to follow a copy (``hold_back``).
@@ -154,4 +154,4 @@ class Mark:
 
 def use(device: SlowDevice) -> None:
     """Put the tensors of all new states on this device, permanently."""
-    commit_writer.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)
+    committer.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)

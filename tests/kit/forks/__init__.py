@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import elasticstate
-from elasticstate.net.fork_link import PADDING_VARIABLE
+from elasticstate.net.link import PADDING_VARIABLE
 from tests.kit.forks.forked_job import OF_WORKERS
 
 SCRIPTS = Path(__file__).parents[2] / "integration" / "scripts"

@@ -80,10 +80,10 @@ def prepare(agents: int) -> None:
     """Fork agents, and let the driver, which this process becomes, start these before others."""
     started = [_agent() for _ in range(agents)]
     waiting = [Child(pid, os.fdopen(stdin, "wb", buffering=0)) for pid, stdin in started]
-    from elasticstate.launchers import early_agent
+    from elasticstate.launchers import command
 
-    start = early_agent._start
-    early_agent._start = lambda: waiting.pop() if waiting else start()  # type: ignore[assignment, return-value]
+    start = command._start
+    command._start = lambda: waiting.pop() if waiting else start()  # type: ignore[assignment, return-value]
 
     def end() -> None:
         for child in waiting:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Transition
-from elasticstate.core.time_account import Times
+from elasticstate.core.figures import Times
+from elasticstate.core.step import Transition
 
 
 class Books:

@@ -9,14 +9,20 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from elasticstate.core import partition, retained, types as t
-from elasticstate.core.cooldown import FAILURES_IN_A_ROW
+from elasticstate.core import commits, partition, types as t
 from elasticstate.core.figures import NAMES
-from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
-from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
-from elasticstate.core.slots import is_restarting
+from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting
+from elasticstate.core.state import (
+    Count,
+    Finishing,
+    Host,
+    Over,
+    Running,
+    Waiting,
+)
+from elasticstate.core.step import Membership, Transition, next_deadline
 from tests.kit.simulation.oracle import naive_placements
 
 ENDS = (
@@ -385,7 +391,7 @@ class Checker:
         repeatedly, and starts requested a long time ago, do not count."""
         until = self._notices.get(host.name, now)
         if until == inf:
-            holds = any(slot_id.host == host.name for slot_id, _ in retained.awaited(after))
+            holds = any(slot_id.host == host.name for slot_id, _ in commits.awaited(after))
             assert holds, "I17: nothing starts on a host between its notice and the end of its agent"
             self.reached["used once more"] += 1
             return

@@ -10,7 +10,12 @@ import random
 from collections import Counter
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Transition, new_membership, next_deadline, step
+from elasticstate.core.step import (
+    Transition,
+    new_membership,
+    next_deadline,
+    step,
+)
 from tests.kit.policy import policy_of
 from tests.kit.simulation.books import Books
 from tests.kit.simulation.invariants import Checker, each

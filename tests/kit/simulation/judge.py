@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Transition
-from elasticstate.core.records import Waiting
+from elasticstate.core.state import Waiting
+from elasticstate.core.step import Transition
 
 if TYPE_CHECKING:
     from tests.kit.simulation.job import Job

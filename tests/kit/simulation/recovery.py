@@ -8,8 +8,13 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import partition, types as t
-from elasticstate.core.membership import Membership, next_deadline, step
-from elasticstate.core.records import Finishing, Forming, Over, Running
+from elasticstate.core.state import (
+    Finishing,
+    Forming,
+    Over,
+    Running,
+)
+from elasticstate.core.step import Membership, next_deadline, step
 from tests.kit.simulation.schedules import rubbish
 
 

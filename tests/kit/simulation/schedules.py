@@ -15,7 +15,14 @@ from hypothesis import Phase, given, seed, settings
 
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
-from elasticstate.core.records import Finishing, Forming, Membership, Running, Stopping, Worker
+from elasticstate.core.state import (
+    Finishing,
+    Forming,
+    Membership,
+    Running,
+    Stopping,
+    Worker,
+)
 from tests.kit.policy import policy_of
 
 HOSTS = ("a", "b", "c", "d")

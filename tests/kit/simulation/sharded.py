@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.layouts import ShardLayout
-from elasticstate.core.membership import Transition
 from elasticstate.core.policy import Policy
+from elasticstate.core.step import Transition
+from elasticstate.core.types import ShardLayout
 from tests.kit.simulation.job import HOSTS, Job
 from tests.kit.simulation.judge import Judge
 from tests.kit.simulation.recovery import stale_facts_have_no_effect

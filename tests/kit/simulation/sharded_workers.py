@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from elasticstate.core import types as t
-from elasticstate.core.layouts import ShardLayout
+from elasticstate.core.types import ShardLayout
 from tests.kit.simulation.workers import Content, Failed, Group, Retained, Worker
 
 Held = tuple[Content, int]

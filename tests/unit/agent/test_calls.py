@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from elasticstate.agent.calls import Calls
-from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.agent.supervisor import Calls
+from elasticstate.agent.worker import WorkerHandle
 from elasticstate.core.types import CallReport, WatchCalls, WorkerId
 from elasticstate.net import messages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from elasticstate.agent.lease import Lease
+from elasticstate.agent.supervisor import Lease
 
 
 def now_ns() -> int:

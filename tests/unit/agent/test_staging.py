@@ -13,10 +13,15 @@ import pytest
 import torch
 
 from elasticstate._native import ControlPage
-from elasticstate.agent import staging
-from elasticstate.agent.staging import NoCommitError, Staged, StagingSlot, TornError, stage
-from elasticstate.copies.sealed import Sealed
-from elasticstate.copies.source import Source
+from elasticstate.agent import copies
+from elasticstate.agent.copies import (
+    NoCommitError,
+    Staged,
+    StagingSlot,
+    TornError,
+    stage,
+)
+from elasticstate.copies.store import Sealed, Source
 from elasticstate.core.types import CommitId, SlotId
 from elasticstate.net.messages import Place
 from elasticstate.private import open_directory
@@ -88,7 +93,7 @@ def content(staged: Staged) -> set[float]:
         for offset, size in staged.places:
             file.seek(offset)
             data = file.read(size)
-            found = staging.cut(memoryview(data))
+            found = copies.cut(memoryview(data))
             weight = torch.frombuffer(bytearray(data[found.tensors : found.objects]), dtype=torch.float32)
             values.update(weight.tolist())
     return values
@@ -96,18 +101,18 @@ def content(staged: Staged) -> set[float]:
 
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int) -> list[int]:
     """Act in the middle of each copy, at most so often. Return the list of the copies, which grows."""
-    copies: list[int] = []
-    plain = staging._copy
+    lengths: list[int] = []
+    plain = copies._copy
 
     def copy(source: int, target: int, offset: int, length: int) -> None:
         plain(source, target, offset, length // 2)
-        if len(copies) < times:
+        if len(lengths) < times:
             act()
-        copies.append(length)
+        lengths.append(length)
         plain(source, target, offset, length)
 
-    monkeypatch.setattr(staging, "_copy", copy)
-    return copies
+    monkeypatch.setattr(copies, "_copy", copy)
+    return lengths
 
 
 def test_a_slot_without_a_commit_has_nothing_to_stage(worker: Worker) -> None:
@@ -131,18 +136,18 @@ def test_a_commit_that_is_overwritten_is_staged_again(worker: Worker, monkeypatc
         worker.commit()
         worker.commit()
 
-    copies = while_copying(monkeypatch, two_commits, times=2)
+    lengths = while_copying(monkeypatch, two_commits, times=2)
     staged = worker.stage()
-    assert len(copies) == 3
+    assert len(lengths) == 3
     assert staged.commit == CommitId(1, 5)
     assert content(staged) == {5.0}
 
 
 def test_one_commit_beside_the_copy_does_not_matter(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     worker.commit()
-    copies = while_copying(monkeypatch, worker.commit, times=1)
+    lengths = while_copying(monkeypatch, worker.commit, times=1)
     assert content(worker.stage()) == {1.0}
-    assert len(copies) == 1
+    assert len(lengths) == 1
 
 
 def test_a_worker_that_is_always_faster_is_an_error(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.agent.output import Audience, Outputs, Pump
-from elasticstate.agent.worker_process import Ending, WorkerProcess, start_command
+from elasticstate.agent.worker import Ending, WorkerProcess, start_command
 from elasticstate.core.types import WorkerId
 from elasticstate.options import Options
 from elasticstate.processes import session_members

@@ -11,8 +11,7 @@ from elasticstate.check.hosts import judge
 from elasticstate.check.local import file_system, shared_memory_line
 from elasticstate.check.report import Line, last_line, render
 from elasticstate.check.torch_build import Torch, nvidia_driver, read, torch_lines
-from elasticstate.mpi.check import mpi_lines
-from elasticstate.mpi.installation import MpiInstallation
+from elasticstate.mpi.installation import MpiInstallation, mpi_lines
 from elasticstate.processes import Answer
 
 GOOD = {"torch": "2.13.0+cpu", "has_gloo": True, "has_nccl": False, "gloo_works": True, "at": ""}

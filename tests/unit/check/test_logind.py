@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.check.logind import deletion_note, name_of
+from elasticstate.check.local import deletion_note, name_of
 
 
 @pytest.fixture

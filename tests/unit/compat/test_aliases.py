@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elasticstate.compat import aliases
-from elasticstate.compat.tensors import version_of
+from elasticstate.compat import torch_tensors
+from elasticstate.compat.torch_tensors import version_of
 
 Way = Callable[[torch.Tensor], object]
 
@@ -73,12 +73,12 @@ def _world() -> Any:
 @pytest.mark.parametrize("name", UNCOUNTED)
 def test_a_write_that_torch_does_not_count_is_detected(name: str) -> None:
     tensor = parameter()
-    watch = aliases.watch([tensor])
+    watch = torch_tensors.watch([tensor])
     version = version_of(tensor)
-    assert not aliases.has_handles(watch)
+    assert not torch_tensors.has_handles(watch)
     with torch.no_grad():
         UNCOUNTED[name](tensor)
-    assert aliases.has_handles(watch)
+    assert torch_tensors.has_handles(watch)
     if version_of(tensor) != version:
         pytest.fail("torch counts this write now: no detection is needed")
 
@@ -94,63 +94,63 @@ def test_torch_counts_all_other_writes(name: str) -> None:
 
 def test_a_handle_is_forgotten_when_it_is_gone() -> None:
     tensor, other = parameter(), parameter()
-    watch = aliases.watch([tensor, other])
+    watch = torch_tensors.watch([tensor, other])
     array = tensor.detach().numpy()
-    assert not aliases.forget_handles(watch, [tensor, other])
-    assert not aliases.is_only_owner(tensor)
+    assert not torch_tensors.forget_handles(watch, [tensor, other])
+    assert not torch_tensors.is_only_owner(tensor)
     del array
-    assert aliases.has_handles(watch)
-    assert aliases.forget_handles(watch, [tensor, other])
-    assert not aliases.has_handles(watch)
+    assert torch_tensors.has_handles(watch)
+    assert torch_tensors.forget_handles(watch, [tensor, other])
+    assert not torch_tensors.has_handles(watch)
 
 
 def test_a_capsule_has_no_detectable_end() -> None:
     tensor = parameter()
-    watch = aliases.watch([tensor])
+    watch = torch_tensors.watch([tensor])
     torch.utils.dlpack.to_dlpack(tensor.detach())
-    assert not aliases.forget_handles(watch, [tensor])
-    assert not aliases.is_only_owner(tensor)
+    assert not torch_tensors.forget_handles(watch, [tensor])
+    assert not torch_tensors.is_only_owner(tensor)
 
 
 def test_a_new_storage_at_the_address_of_a_capsule_has_no_handle() -> None:
     memory = np.ones(4, dtype=np.float32)  # so that both storages have the same address
     old = torch.from_numpy(memory)
-    aliases.watch([old])
+    torch_tensors.watch([old])
     capsule = torch.utils.dlpack.to_dlpack(old)
     address = old.data_ptr()
     del old
-    assert not aliases.is_only_owner(torch.from_numpy(memory)), "the capsule keeps the old storage"
+    assert not torch_tensors.is_only_owner(torch.from_numpy(memory)), "the capsule keeps the old storage"
     del capsule
     new = torch.from_numpy(memory)
-    assert aliases.is_only_owner(new)
-    assert aliases.forget_handles(aliases.watch([new]), [new])
-    assert address not in aliases._lasting, "something is kept of the old storage"
+    assert torch_tensors.is_only_owner(new)
+    assert torch_tensors.forget_handles(torch_tensors.watch([new]), [new])
+    assert address not in torch_tensors._lasting, "something is kept of the old storage"
 
 
 def test_only_the_newest_watch_is_valid() -> None:
     tensor = parameter()
-    first = aliases.watch([tensor])
-    second = aliases.watch([tensor])
-    assert aliases.has_handles(first)
-    assert not aliases.forget_handles(first, [tensor])
-    assert not aliases.has_handles(second)
+    first = torch_tensors.watch([tensor])
+    second = torch_tensors.watch([tensor])
+    assert torch_tensors.has_handles(first)
+    assert not torch_tensors.forget_handles(first, [tensor])
+    assert not torch_tensors.has_handles(second)
 
 
 def test_other_memory_of_the_same_tensor_is_detected() -> None:
     tensor = parameter()
-    watch = aliases.watch([tensor])
+    watch = torch_tensors.watch([tensor])
     tensor.data = torch.zeros(4)
-    assert not aliases.forget_handles(watch, [tensor])
+    assert not torch_tensors.forget_handles(watch, [tensor])
 
 
 def test_handles_from_before_are_counted() -> None:
     tensor = parameter()
-    assert aliases.is_only_owner(tensor)
+    assert torch_tensors.is_only_owner(tensor)
     alias = tensor.data
-    assert not aliases.is_only_owner(tensor)
+    assert not torch_tensors.is_only_owner(tensor)
     del alias
-    assert aliases.is_only_owner(tensor)
-    assert not aliases.is_only_owner(torch.ones(4).share_memory_())
+    assert torch_tensors.is_only_owner(tensor)
+    assert not torch_tensors.is_only_owner(torch.ones(4).share_memory_())
 
 
 def test_training_asks_for_no_handles() -> None:
@@ -163,15 +163,15 @@ def test_training_asks_for_no_handles() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        watch = watch or aliases.watch(model.parameters())
+        watch = watch or torch_tensors.watch(model.parameters())
         state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
-        assert all(map(aliases.is_only_owner, [*model.parameters(), *state]))
-    assert not aliases.has_handles(watch)
+        assert all(map(torch_tensors.is_only_owner, [*model.parameters(), *state]))
+    assert not torch_tensors.has_handles(watch)
 
 
 def test_replaced_attributes_behave_as_before() -> None:
     tensor = parameter()
-    aliases.watch([tensor])
+    torch_tensors.watch([tensor])
     assert type(tensor.data) is torch.Tensor
     assert not tensor.data.requires_grad
     assert torch.equal(copy.deepcopy(tensor), tensor)
@@ -192,7 +192,7 @@ def test_replaced_attributes_behave_as_before() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_replaced_attributes_can_be_compiled(backend: str) -> None:
-    aliases.watch([parameter()])
+    torch_tensors.watch([parameter()])
 
     def double(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -204,25 +204,25 @@ def test_replaced_attributes_can_be_compiled(backend: str) -> None:
 
 
 def test_the_names_exist() -> None:
-    assert aliases.can_watch()
-    missing = [name for name in aliases._COLLECTIVES if not hasattr(dist.ProcessGroup, name)]
+    assert torch_tensors.can_watch()
+    missing = [name for name in torch_tensors._COLLECTIVES if not hasattr(dist.ProcessGroup, name)]
     assert not missing
 
 
 def test_a_tick_that_another_thread_ends_inside_the_call_of_a_collective_does_not_forget_it() -> None:
     tensor = parameter()
-    watch = aliases.watch([tensor])
+    watch = torch_tensors.watch([tensor])
     forgotten: list[bool] = []
-    call = aliases._noting_work(lambda *_: forgotten.append(aliases.forget_handles(watch, [tensor])))
+    call = torch_tensors._noting_work(lambda *_: forgotten.append(torch_tensors.forget_handles(watch, [tensor])))
     call(None, [tensor.detach()])
     assert forgotten == [False]
-    assert aliases.has_handles(watch)
-    assert aliases.forget_handles(watch, [tensor]), "the call is over"
+    assert torch_tensors.has_handles(watch)
+    assert torch_tensors.forget_handles(watch, [tensor]), "the call is over"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_collective_that_was_waited_for_keeps_no_tensors(is_async: bool) -> None:
-    aliases.watch([parameter()])
+    torch_tensors.watch([parameter()])
     output = torch.empty(4)
     work = dist.reduce_scatter_single(output, torch.ones(4), async_op=is_async)
     if work is not None:
@@ -236,6 +236,6 @@ def test_tensors_without_memory_of_their_own_have_no_address() -> None:
     with FakeTensorMode():
         fake = torch.empty(2)
     assert fake.is_cpu
-    assert aliases._storage_address(fake) is None
-    assert aliases._storage_address(torch.empty(2)) is not None
-    assert aliases._storage_address(torch.nn.Parameter(torch.empty(2))) is not None
+    assert torch_tensors._storage_address(fake) is None
+    assert torch_tensors._storage_address(torch.empty(2)) is not None
+    assert torch_tensors._storage_address(torch.nn.Parameter(torch.empty(2))) is not None

@@ -11,14 +11,14 @@ import threading
 import pytest
 import torch
 
-from elasticstate.compat import absent_names, flight_recorder, standard_library
+from elasticstate.compat import absent_names, process_groups, standard_library
 
 PROGRAM = """
 import json, os, time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "256"
 import torch
 import torch.distributed as dist
-from elasticstate.compat.flight_recorder import last_collectives
+from elasticstate.compat.process_groups import last_collectives
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(2))
@@ -48,7 +48,7 @@ def test_without_the_name_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, ca
     absent_names.warn_absent.cache_clear()
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
     with caplog.at_level(logging.WARNING):
-        assert flight_recorder.last_collectives(0) == ()
+        assert process_groups.last_collectives(0) == ()
     assert "has no torch._C._distributed_c10d._dump_fr_trace_json" in caplog.text
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from elasticstate.compat import absent_names, lightning_loops
+from elasticstate.compat import absent_names, libraries
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 def test_the_names_are_those_of_the_installed_lightning(warnings: pytest.LogCaptureFixture) -> None:
     environment = LightningEnvironment()  # else Lightning initialises MPI, if that is installed, to ask for its size
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, plugins=environment)
-    lightning_loops.keep_signal_handlers(trainer)
+    libraries.keep_signal_handlers(trainer)
     trainer.fit_loop._restarting = True
-    lightning_loops.end_restart(trainer, 7)
-    assert lightning_loops.logger_step(trainer) == 7
+    libraries.end_restart(trainer, 7)
+    assert libraries.logger_step(trainer) == 7
     assert not trainer.fit_loop.restarting
     assert warnings.messages == []
 
@@ -37,8 +37,8 @@ def test_the_names_are_those_of_the_installed_lightning(warnings: pytest.LogCapt
 def test_each_absent_name_causes_one_warning(warnings: pytest.LogCaptureFixture) -> None:
     trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
     for _ in range(2):
-        lightning_loops.keep_signal_handlers(trainer)
-        assert lightning_loops.logger_step(trainer) is None
-        lightning_loops.end_restart(trainer, None)
+        libraries.keep_signal_handlers(trainer)
+        assert libraries.logger_step(trainer) is None
+        libraries.end_restart(trainer, None)
     assert len(warnings.messages) == 3
     assert all("Install lightning 2.6" in text for text in warnings.messages)

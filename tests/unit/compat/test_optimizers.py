@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elasticstate.compat import absent_names
-from elasticstate.compat.optimizers import forget_unscaled
+from elasticstate.compat.modules import forget_unscaled
 
 
 def scaled() -> tuple[torch.amp.GradScaler, torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elasticstate.compat import absent_names, process_groups
-from elasticstate.compat.stores import HashStore
+from elasticstate.compat.process_groups import HashStore
 from elasticstate.errors import UsageError
 
 

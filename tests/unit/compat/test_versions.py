@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from elasticstate._native import counters_of
-from elasticstate.compat import versions
-from elasticstate.compat.versions import exact_versions, quick_versions
+from elasticstate.compat import torch_tensors
+from elasticstate.compat.torch_tensors import exact_versions, quick_versions
 
 
 def test_the_installed_torch_has_one_place_for_a_version() -> None:
-    assert versions._place() is not None
+    assert torch_tensors._place() is not None
 
 
 def written_in_secret(tensor: torch.Tensor) -> None:
@@ -64,18 +64,18 @@ def test_a_tensor_without_a_version_has_none() -> None:
 
 
 def test_without_a_place_the_attribute_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_place", lambda: None)
+    monkeypatch.setattr(torch_tensors, "_place", lambda: None)
     tensors = [torch.zeros(1).zero_()]
     assert quick_versions(tensors) == exact_versions(tensors) == (1).to_bytes(8, "little")
 
 
 def test_without_exactly_one_candidate_there_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = versions._place()
+    place = torch_tensors._place()
     assert place is not None
     for candidates in [[], [place, place._replace(in_object=24)]]:
-        monkeypatch.setattr(versions, "_candidates", lambda *_, found=candidates: iter(found))
-        monkeypatch.setattr(versions, "counters_of", lambda tensors, *_: exact_versions(tensors))
-        assert versions._place.__wrapped__() is None
+        monkeypatch.setattr(torch_tensors, "_candidates", lambda *_, found=candidates: iter(found))
+        monkeypatch.setattr(torch_tensors, "counters_of", lambda tensors, *_: exact_versions(tensors))
+        assert torch_tensors._place.__wrapped__() is None
 
 
 def test_objects_that_are_too_small_are_refused() -> None:

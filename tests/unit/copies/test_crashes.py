@@ -15,8 +15,7 @@ from typing import ClassVar
 import pytest
 
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CommitId, CopyOf, SlotId
 from tests.kit.commits import KEY, Host, content, wait_until
 from tests.kit.proxy import Proxy
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.copies import library
+from elasticstate.copies import server
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CommitId, CopyOf, SlotId
 from elasticstate.errors import CollectiveError, CopyError
 from tests.kit.commits import KEY, Host, Worker, wait_until
 from tests.kit.proxy import Proxy, flip_once
@@ -138,7 +137,7 @@ def test_a_copy_that_is_damaged_after_a_read_is_detected_by_the_next_readers(
     flip(host.kept_file(), 50_000)
     with open(f"/proc/self/fd/{other.buffers[0]}", "r+b") as file:
         flip(Path(file.name), 50_000)
-    monkeypatch.setattr(library, "_TRUST_S", 0.0)
+    monkeypatch.setattr(server, "_TRUST_S", 0.0)
     worker.commit(C2, b"2")
     worker.commit(C3, b"3")
     for each in (worker, other):

@@ -16,8 +16,7 @@ import pytest
 from elasticstate.copies import pusher
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.pusher import Target
-from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CommitId, CopyOf, SlotId
 from tests.kit.commits import KEY, Host, wait_until
 from tests.kit.proxy import Proxy, flip_once
 

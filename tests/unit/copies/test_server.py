@@ -13,8 +13,7 @@ import pytest
 from elasticstate.copies import wire
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.server import MAX_UNAUTHENTICATED
-from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId
+from elasticstate.core.types import CommitId, CopyOf
 from elasticstate.errors import CopyError
 from tests.kit.commits import KEY, Host
 

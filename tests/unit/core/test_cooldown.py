@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.cooldown import JITTER, backoff_s, cooldown_s, patience_s
-from elasticstate.core.membership import Membership, next_deadline
+from elasticstate.core.slots import (
+    JITTER,
+    backoff_s,
+    cooldown_s,
+    patience_s,
+)
+from elasticstate.core.step import Membership, next_deadline
 from tests.kit.core import RUNNING, drive
 
 

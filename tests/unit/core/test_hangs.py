@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
-from elasticstate.core.collectives import Collective, CollectivesReport
 from elasticstate.core.hangs import DEFAULT_GROUP, compare
-from elasticstate.core.membership import Membership, step
+from elasticstate.core.step import Membership, step
+from elasticstate.core.types import Collective, CollectivesReport
 from tests.kit.core import RUNNING, drive, kinds, only
 
 HANG = t.FailureReported(t.WorkerId("a", 0, 1), 1, True, "no tick for --hang-timeout of 3 s", hang=True)

@@ -8,7 +8,12 @@ import msgspec
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Membership, next_deadline, step, waiting_for
+from elasticstate.core.step import (
+    Membership,
+    next_deadline,
+    step,
+    waiting_for,
+)
 from tests.kit.core import RUNNING, drive, ended, kinds, only, published
 
 

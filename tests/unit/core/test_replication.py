@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import new_membership
-from elasticstate.core.phases import Running
-from elasticstate.core.replica_hosts import ReplicaHosts
+from elasticstate.core.sharded import ReplicaHosts
+from elasticstate.core.state import Running
+from elasticstate.core.step import new_membership
 from tests.kit.core import ALL_KEPT, ATTACHED, NEWER, THREE, THREE_HOSTS, attach, drive
 from tests.kit.policy import policy_of
 

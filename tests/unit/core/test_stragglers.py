@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Membership, step
-from elasticstate.core.phases import Running
+from elasticstate.core.state import Running
+from elasticstate.core.step import Membership, step
 from elasticstate.core.stragglers import WINDOW, factors, slow_members, straggler_lines, window_of
 from tests.kit.core import RUNNING, drive, kinds
 

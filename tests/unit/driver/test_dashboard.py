@@ -16,20 +16,25 @@ from aiohttp import ClientSession, ClientTimeout
 from hypothesis import given, strategies as st
 
 from elasticstate.core.types import SlotId, WorkerId
-from elasticstate.driver.dashboard.guard import Guard, Visit, is_from_proxy
-from elasticstate.driver.dashboard.history import History, decoded
-from elasticstate.driver.dashboard.merge_patch import difference
-from elasticstate.driver.dashboard.server import Controls, DashboardServer
-from elasticstate.driver.dashboard.view import view_of
-from elasticstate.driver.dashboard.viewers import INTERVAL_S, QUIET_INTERVAL_S, Viewers
-from elasticstate.driver.overview import overview_of
-from elasticstate.driver.tails import Tails
+from elasticstate.driver.dashboard.server import (
+    INTERVAL_S,
+    QUIET_INTERVAL_S,
+    Controls,
+    DashboardServer,
+    Guard,
+    Viewers,
+    Visit,
+    is_from_proxy,
+)
+from elasticstate.driver.dashboard.view import History, decoded, difference, view_of
+from elasticstate.driver.output import Tails
+from elasticstate.driver.status import overview_of
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
-from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
 from elasticstate.net.strangers import Strangers
+from elasticstate.net.web import listening_socket, port_of
 from elasticstate.options import read_options
 from tests.kit.driver import Clock, state_after
 

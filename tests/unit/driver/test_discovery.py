@@ -12,8 +12,7 @@ import pytest
 
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, host_source
-from elasticstate.discovery.host_lines import parse_hosts
-from elasticstate.discovery.script import run_script
+from elasticstate.discovery.sources import parse_hosts, run_script
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
 from elasticstate.options import Options, options as declared, read_options

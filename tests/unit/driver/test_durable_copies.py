@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.types import CommitId, SlotId
-from elasticstate.durable.failure import ABSENT, BUSY, FULL, HUNG, UNCHANGED
+from elasticstate.durable.copies import (
+    ABSENT,
+    BUSY,
+    FULL,
+    HUNG,
+    UNCHANGED,
+)
 from elasticstate.net.messages import DurableFailed, DurablePart, DurableSaved
 from tests.kit.core import RUNNING
 from tests.kit.driver import DurableScene

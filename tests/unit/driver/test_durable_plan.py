@@ -7,11 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.membership import Membership
+from elasticstate.core.step import Membership
 from elasticstate.core.types import CommitId, SlotId
-from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_last
-from elasticstate.durable.failure import FULL
-from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurablePart, DurableSaved
+from elasticstate.driver.durable import (
+    CopyPlan,
+    Pace,
+    plan_copy,
+    plan_last,
+)
+from elasticstate.durable.copies import FULL
+from elasticstate.net.messages import (
+    CompleteDurable,
+    DropDurable,
+    DurableFailed,
+    DurablePart,
+    DurableSaved,
+)
 from tests.kit.core import DISTINCT, FOUR, HSDP, drive
 from tests.kit.driver import DurableScene
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from unittest import mock
 
 from elasticstate.core import types as t
-from elasticstate.driver.event_queue import EventQueue
+from elasticstate.driver.job import EventQueue
 
 SOON_S = 30.0
 READY = t.WorkerReady(t.WorkerId("a", 0, 1), 1, None, None, "a:1", paused_s=1.0)

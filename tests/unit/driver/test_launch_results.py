@@ -7,15 +7,22 @@ from pathlib import Path
 
 import msgspec
 
-from elasticstate.agent.result import Results
-from elasticstate.core.membership import new_membership, step
-from elasticstate.core.records import Membership
-from elasticstate.core.types import AgentJoined, HostsDiscovered, HostSlots, RootCause, WorkerExited, WorkerId
+from elasticstate.agent.workers import Results
+from elasticstate.commits import result_hasher
+from elasticstate.core.state import Membership
+from elasticstate.core.step import new_membership, step
+from elasticstate.core.types import (
+    AgentJoined,
+    HostsDiscovered,
+    HostSlots,
+    RootCause,
+    WorkerExited,
+    WorkerId,
+)
 from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, LaunchResults, result_name, slots_of
 from elasticstate.driver.report import Outcome
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
-from elasticstate.seals import result_hasher
 from tests.kit.policy import policy_of
 
 SUCCEEDED = Outcome(0, "succeeded")

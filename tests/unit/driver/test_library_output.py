@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 
-from elasticstate.driver.counted_lines import CountedLines
-from elasticstate.driver.library_output import captured
+from elasticstate.driver.output import CountedLines, captured
 from elasticstate.writing import Writer
 
 WRITES = 3000

@@ -18,14 +18,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.copies import CopyFigures
-from elasticstate.core.membership import Membership
-from elasticstate.core.phases import Running, Straggler
-from elasticstate.core.types import CommitId, WorkerId
-from elasticstate.driver.job_state import JobState
+from elasticstate.core.state import Running, Straggler
+from elasticstate.core.step import Membership
+from elasticstate.core.types import CommitId, CopyFigures, WorkerId
+from elasticstate.driver.job import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
 from elasticstate.driver.metrics_port import metrics_served
-from elasticstate.driver.overview import overview_of
+from elasticstate.driver.status import overview_of
 from elasticstate.errors import OptionError
 from elasticstate.net.strangers import Strangers
 from elasticstate.options import read_options

@@ -13,8 +13,14 @@ import msgspec
 import pytest
 
 from elasticstate.core.assignment import assign
-from elasticstate.core.membership import new_membership, step
-from elasticstate.core.types import CommitId, HostsDiscovered, HostSlots, WorkerId, World
+from elasticstate.core.step import new_membership, step
+from elasticstate.core.types import (
+    CommitId,
+    HostsDiscovered,
+    HostSlots,
+    WorkerId,
+    World,
+)
 from elasticstate.driver.reattach import Keeper, first_record, next_record
 from elasticstate.driver.record import JobDirectory, Record, find_job
 from elasticstate.errors import OptionError

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticstate.core.copies import CopyFigures
-from elasticstate.core.layouts import Shards
-from elasticstate.driver.copy_totals import CopyTotals
-from elasticstate.driver.replication_sums import ReplicationSums
+from elasticstate.core.types import CopyFigures, Shards
+from elasticstate.driver.report import ReplicationSums
+from elasticstate.driver.status import CopyTotals
 from tests.kit.core import ALL_KEPT, NEWER, attach, drive
 
 

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.figures import JobFigures, Losses
-from elasticstate.core.time_account import Times
+from elasticstate.core.figures import JobFigures, Losses, Times
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import NO_WORLD_HINT
-from elasticstate.failures import WorkerFailure
+from elasticstate.failures import NO_WORLD_HINT, WorkerFailure
 
 STARTED = {"generation": 0, "np": 4, "min_np": 2, "max_np": None}
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticstate.core.copies import CopyFigures
-from elasticstate.driver.copy_totals import CopyTotals
-from elasticstate.driver.overview import overview_of
-from elasticstate.driver.shards_overview import shards_of
+from elasticstate.core.types import CopyFigures
+from elasticstate.driver.status import CopyTotals, overview_of, shards_of
 from tests.kit.core import ALL_KEPT, NEWER, RUNNING, attach, drive
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.membership import Membership, new_membership, step
+from elasticstate.core.step import Membership, new_membership, step
 from elasticstate.driver.status import status_text
 from tests.kit.policy import policy_of
 

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, generate_latest
 
 from elasticstate.core import types as t
-from elasticstate.driver.dashboard.history import History
-from elasticstate.driver.dashboard.view import view_of
-from elasticstate.driver.dashboard.viewers import Viewers
-from elasticstate.driver.job_state import JobState
+from elasticstate.driver.dashboard.server import Viewers
+from elasticstate.driver.dashboard.view import History, view_of
+from elasticstate.driver.job import JobState
 from elasticstate.driver.metrics import JobCollector
 from tests.bench.bench_membership import trained_world
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from elasticstate.core import types as t
 from elasticstate.driver.spec import world_messages
-from elasticstate.net import messages, worker_codec
+from elasticstate.net import codec, messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.options import Options
 
@@ -29,7 +29,7 @@ def test_each_source_comes_with_the_address_of_its_hosts_copy_server() -> None:
     message = message_with((here, elsewhere))
     assert message.line == LINE
     assert message.sources == ((here, "10.10.10.10:40000"), (elsewhere, ""))
-    assert worker_codec.decode_to_worker(worker_codec.encode_to_worker(message)) == message
+    assert codec.decode_to_worker(codec.encode_to_worker(message)) == message
 
 
 def test_the_sources_of_a_thousand_digests_fit_into_a_datagram() -> None:
@@ -37,4 +37,4 @@ def test_the_sources_of_a_thousand_digests_fit_into_a_datagram() -> None:
     message = message_with(tuple(t.ShardSource(2**63 + index // 3, copy) for index, copy in enumerate(copies)))
     assert Counter(source.digest for source, _ in message.sources) == {2**63 + digest: 1 for digest in range(1000)}
     assert [source.copy.slot.slot for source, _ in message.sources] == list(range(0, 3000, 3))
-    assert len(worker_codec.encode_to_worker(message)) < MAX_DATAGRAM_BYTES
+    assert len(codec.encode_to_worker(message)) < MAX_DATAGRAM_BYTES

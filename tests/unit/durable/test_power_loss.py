@@ -29,9 +29,9 @@ def read(disk: Disk, name: str) -> bytes:
     """Return the commit in a copy. Raises DamagedCopyError."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "open_storage", lambda place, owners: Directory(place, disk))
-        copies = reader.StoredCopies(PLACE, 5.0)
-        part = copies.manifest(name).parts[0]
-        return copies.file(name, part.head) + b"".join(copies.data(name, part)) + copies.file(name, part.objects)
+        stored = reader.StoredCopies(PLACE, 5.0)
+        part = stored.manifest(name).parts[0]
+        return stored.file(name, part.head) + b"".join(stored.data(name, part)) + stored.file(name, part.objects)
 
 
 def newest(disk: Disk) -> int | None:

@@ -12,9 +12,18 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elasticstate.durable.copies import BLOCK_BYTES, MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
-from elasticstate.durable.failure import FULL, LIBRARY, STORAGE, failure_of
-from elasticstate.durable.part_reader import PartReader
+from elasticstate.durable.copies import (
+    BLOCK_BYTES,
+    FULL,
+    LIBRARY,
+    MANIFEST,
+    STORAGE,
+    DamagedCopyError,
+    IncompleteCopyError,
+    copy_name,
+    failure_of,
+)
+from elasticstate.durable.parts import PartReader
 from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.durable.storage import absolute, open_storage, refuse
 from elasticstate.durable.upload import upload

@@ -21,11 +21,11 @@ from elasticstate.durable.copies import (
     VERSION,
     DamagedCopyError,
     Manifest,
+    ShardedCommitError,
     copy_name,
     encode,
     read_manifest,
 )
-from elasticstate.durable.failure import ShardedCommitError
 from elasticstate.durable.parts import write_part
 from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import StagedPart, UploadOrder, upload

@@ -11,14 +11,19 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from elasticstate.durable.copies import BLOCK_BYTES, DamagedCopyError, Manifest, copy_name, read_manifest
+from elasticstate.durable.copies import (
+    BLOCK_BYTES,
+    DamagedCopyError,
+    Manifest,
+    copy_name,
+    read_manifest,
+)
 from elasticstate.durable.export import export
 from elasticstate.durable.reader import StoredCopies
 from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import StagedPart, UploadOrder, upload
 from elasticstate.errors import CollectiveError
-from elasticstate.state.durable_parts import StoredParts
-from elasticstate.state.shards import Piece, digest_of
+from elasticstate.state.reshard import Piece, StoredParts, digest_of
 from elasticstate.state.snapshot import Snapshot
 from tests.kit.durable import Sent
 from tests.kit.sharded import COMMIT, Mesh, committed, local, mesh, whole_tensors

@@ -7,7 +7,12 @@ import pytest
 
 import elasticstate.horovod as hvd
 from elasticstate import present_world
-from elasticstate.horovod import groups, process_sets, timeline, world as ours
+from elasticstate.horovod import (
+    process_sets,
+    timeline,
+    world,
+    world as ours,
+)
 from elasticstate.worker import run
 
 
@@ -34,9 +39,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(present_world, "_present", None)
     monkeypatch.setattr(ours, "_initialized", False)
     monkeypatch.setattr(ours, "_exported_in", 0)
-    monkeypatch.setattr(groups, "_made", None)
-    monkeypatch.setattr(groups, "_sets", {})
-    monkeypatch.setattr(groups, "_members", {})
+    monkeypatch.setattr(world, "_made", None)
+    monkeypatch.setattr(world, "_sets", {})
+    monkeypatch.setattr(world, "_members", {})
     monkeypatch.setattr(process_sets, "_added", [])
     monkeypatch.setattr(timeline, "_recorder", None)
     yield

@@ -8,7 +8,7 @@ import hypothesis
 import torch
 from hypothesis import strategies
 
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, negotiation
 from elasticstate.horovod.calls import Call, CallKind
 
 
@@ -34,18 +34,18 @@ def test_all_ranks_find_out_from_one_number_whether_their_calls_are_the_same() -
     calls_of_ranks.append(Call(CallKind.OTHER, ("a",), wrong="not a tensor"))
     for size in (2, 3):
         for given in itertools.product(calls_of_ranks, repeat=size):
-            fingerprints = [headers.fingerprint(call) for call in given]
+            fingerprints = [negotiation.fingerprint(call) for call in given]
             union = functools.reduce(operator.or_, fingerprints)
             assert 0 <= union < 1 << 63
             same = len(set(given)) == 1 and given[0] is not None and not given[0].wrong
-            assert [headers.are_equal(own, union) for own in fingerprints] == [same] * size
+            assert [negotiation.are_equal(own, union) for own in fingerprints] == [same] * size
 
 
 @hypothesis.given(strategies.lists(strategies.integers(0, (1 << 63) - 1), min_size=2, max_size=5))
 def test_ranks_with_any_digests_come_to_the_same_result(digests: list[int]) -> None:
-    fingerprints = [headers.fingerprint(_with_digest(digest)) for digest in digests]
+    fingerprints = [negotiation.fingerprint(_with_digest(digest)) for digest in digests]
     union = functools.reduce(operator.or_, fingerprints)
-    assert [headers.are_equal(own, union) for own in fingerprints] == [len(set(fingerprints)) == 1] * len(digests)
+    assert [negotiation.are_equal(own, union) for own in fingerprints] == [len(set(fingerprints)) == 1] * len(digests)
 
 
 def _with_digest(digest: int) -> Call:
@@ -55,13 +55,13 @@ def _with_digest(digest: int) -> Call:
 
 
 def test_the_first_line_that_differs_is_found() -> None:
-    assert headers._first_difference([b"aaaabbbbcccc", b"aaaabbbbcccc"]) == 0
-    assert headers._first_difference([b"aaaabbbbcccc", b"aaaabbbbdddd"]) == 2
-    assert headers._first_difference([b"aaaabbbb", b"aaaabbbbcccc", b"aaaabbbb"]) == 2
-    assert headers._first_difference([b"aaaabbbb", b"xxxxbbbb"]) == 0
+    assert negotiation._first_difference([b"aaaabbbbcccc", b"aaaabbbbcccc"]) == 0
+    assert negotiation._first_difference([b"aaaabbbbcccc", b"aaaabbbbdddd"]) == 2
+    assert negotiation._first_difference([b"aaaabbbb", b"aaaabbbbcccc", b"aaaabbbb"]) == 2
+    assert negotiation._first_difference([b"aaaabbbb", b"xxxxbbbb"]) == 0
 
 
 def test_many_ranks_are_counted() -> None:
-    assert headers._ranks([3]) == "rank 3"
-    assert headers._ranks([1, 2]) == "ranks 1, 2"
-    assert headers._ranks(list(range(1000))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"
+    assert negotiation._ranks([3]) == "rank 3"
+    assert negotiation._ranks([1, 2]) == "ranks 1, 2"
+    assert negotiation._ranks(list(range(1000))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"

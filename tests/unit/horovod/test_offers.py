@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 from elasticstate.horovod.calls import Call, CallKind
-from elasticstate.horovod.offers import Decision, Offer, Offered, decide
+from elasticstate.horovod.negotiation import (
+    Decision,
+    Offer,
+    Offered,
+    decide,
+)
 
 
 def offered(name: str, form: str = "float32[1]") -> Offered:

@@ -14,9 +14,8 @@ from torch import nn
 
 import elasticstate.horovod as hvd
 from elasticstate import UsageError
-from elasticstate.horovod import buckets
-from elasticstate.horovod.buckets import Bucket, plan
-from elasticstate.horovod.reducer import drop_all
+from elasticstate.horovod import optimizer as module
+from elasticstate.horovod.optimizer import Bucket, drop_all, plan
 
 
 class Failure(RuntimeError):
@@ -52,8 +51,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
 
 
 def test_buckets_are_filled_from_the_last_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "FIRST_BYTES", 8)
-    monkeypatch.setattr(buckets, "BYTES", 16)
+    monkeypatch.setattr(module, "FIRST_BYTES", 8)
+    monkeypatch.setattr(module, "BYTES", 16)
     sizes = [1, 2, 3, 1, 1, 1]  # in elements of 4 bytes
     parameters = [torch.empty(n) for n in sizes]
     assert [[len(p) for p in bucket] for bucket in plan(parameters)] == [[1, 1], [1, 3], [2, 1]]
@@ -65,8 +64,8 @@ def test_buckets_are_filled_from_the_last_parameter(monkeypatch: pytest.MonkeyPa
 def test_buckets_go_in_their_order_whatever_order_gradients_come_in(
     alone: None, launched: list[Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "FIRST_BYTES", 1)
-    monkeypatch.setattr(buckets, "BYTES", 1)
+    monkeypatch.setattr(module, "FIRST_BYTES", 1)
+    monkeypatch.setattr(module, "BYTES", 1)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
     for i, expected in ((3, 1), (0, 1), (1, 1), (2, 4)):

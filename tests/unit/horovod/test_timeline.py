@@ -13,7 +13,7 @@ import torch
 import elasticstate.horovod as hvd
 from elasticstate import NotInWorldError, UsageError, present_world
 from elasticstate.horovod import timeline
-from elasticstate.horovod.trace_file import TraceFile
+from elasticstate.horovod.timeline import TraceFile
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from elasticstate.compat.hugging_face import clear_singletons
+from elasticstate.compat.libraries import clear_singletons
 
 collect_ignore = [] if find_spec("transformers") else ["test_trainer.py"]  # Transformers requires Python 3.11
 

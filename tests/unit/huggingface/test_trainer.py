@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from elasticstate import TorchState, UsageError
-from elasticstate.compat import hugging_face
+from elasticstate.compat import libraries
 from elasticstate.huggingface import Trainer, TrainingState
 
 SAMPLES, BATCH = 46, 4
@@ -258,10 +258,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
 
 def test_the_private_names_exist() -> None:
     source = Path(transformers.trainer.__file__).read_text(encoding="utf-8")
-    for name in hugging_face.TRAINER_METHODS:
+    for name in libraries.TRAINER_METHODS:
         assert callable(getattr(transformers.Trainer, name))
         assert f"self.{name}(" in source
-    for name in hugging_face.TRAINER_ATTRIBUTES:
+    for name in libraries.TRAINER_ATTRIBUTES:
         assert f"self.{name} = " in source
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.ssh import SshLauncher
-from elasticstate.net.names import address_of, is_loopback, is_this_machine, own_addresses
+from elasticstate.net.names import (
+    address_of,
+    is_loopback,
+    is_this_machine,
+    own_addresses,
+)
 from elasticstate.options import Options, read_options
 
 

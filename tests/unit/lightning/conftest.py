@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import elasticstate as elastic
 from elasticstate import present_world
-from elasticstate.compat.stores import HashStore
+from elasticstate.compat.process_groups import HashStore
 from elasticstate.lightning import LightningState, Trainer
-from elasticstate.worker.alone import create_default_group
+from elasticstate.worker.fixed import create_default_group
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

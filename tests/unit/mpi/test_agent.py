@@ -6,8 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
-from elasticstate.mpi.messages import Identity, as_order
-from elasticstate.mpi.relay import Relay, port_of
+from elasticstate.mpi.broker import Relay, port_of
+from elasticstate.mpi.driver import Identity, as_order
 from elasticstate.net import messages
 from elasticstate.net.trust import Trust
 from tests.kit.agent import TOKEN, Scene, play

@@ -11,7 +11,12 @@ import msgspec
 import pytest
 
 from elasticstate.backends import DriverServices
-from elasticstate.core.types import CommitId, Placement, WorkerId, World
+from elasticstate.core.types import (
+    CommitId,
+    Placement,
+    WorkerId,
+    World,
+)
 from elasticstate.mpi.driver import MpiDriver
 from elasticstate.net import messages
 from elasticstate.options import Options

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from elasticstate.mpi.worker.group import MpiGroup
-from elasticstate.mpi.worker.operation import Operation
+from elasticstate.mpi.worker.group import MpiGroup, Operation
 
 CALLED_BY_TORCH = {"_allgather_base", "_reduce_scatter_base", "_set_group_name"}
 

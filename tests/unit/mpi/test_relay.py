@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from elasticstate.mpi.relay import Relay, open_tunnel, port_of
+from elasticstate.mpi.broker import Relay, open_tunnel, port_of
 from elasticstate.net.names import LOCALHOST
 from elasticstate.net.trust import NAME, Trust
 

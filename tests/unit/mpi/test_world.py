@@ -12,8 +12,15 @@ from torch.distributed import HashStore, ReduceOp
 
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.worker import group
-from elasticstate.mpi.worker.identity import settings, take_identity
-from elasticstate.mpi.worker.world import Base, Member, agree_on_base, exchange_members, pieces
+from elasticstate.mpi.worker.world import (
+    Base,
+    Member,
+    agree_on_base,
+    exchange_members,
+    pieces,
+    settings,
+    take_identity,
+)
 from elasticstate.net.names import own_addresses
 from elasticstate.worker.contexts.context import Rendezvous
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elasticstate._native import Identities, integers_of
-from elasticstate.compat.tensors import version_descriptor
+from elasticstate.compat.torch_tensors import version_descriptor
 
 
 def test_containers_are_compared_by_identity() -> None:

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elasticstate.net.local_peers import LocalPeers
-from elasticstate.net.names import own_addresses
+from elasticstate.net.names import LocalPeers, own_addresses
 
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 STRANGER = 65534

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.net import codec, messages
-from elasticstate.net.runs import as_runs, from_runs
+from elasticstate.net.messages import as_runs, from_runs
 
 W = WorkerId("h", 0, 1)
 WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0, False)

@@ -12,11 +12,9 @@ from typing import cast
 import pytest
 
 from elasticstate.net import strangers as limits
-from elasticstate.net.http_server import Answer, Request, RequestHandler
-from elasticstate.net.listening import listening_socket
-from elasticstate.net.local_peers import LocalPeers
+from elasticstate.net.names import LocalPeers
 from elasticstate.net.strangers import Crowd, Strangers
-from elasticstate.net.web_port import MOST_HEADER_BYTES, WebPort
+from elasticstate.net.web import MOST_HEADER_BYTES, Answer, Request, RequestHandler, WebPort, listening_socket
 
 HALF = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 WHOLE = HALF + b"\r\n"

@@ -16,7 +16,7 @@ from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
-from elasticstate.net.launch import Launch
+from elasticstate.net.messages import Launch
 from elasticstate.options import (
     COMMIT_DEVICE_MEMORY,
     Options,

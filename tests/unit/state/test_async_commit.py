@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate.commit_header import NO_SHARDING
+from elasticstate.commits import NO_SHARDING
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import TorchState, async_commit
 from elasticstate.state.base import committer_of
+from elasticstate.state.buffer import PrivateStorage
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.storage import PrivateStorage
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.state import CommitStorage, Job, contents, found, note_of, parts
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from elasticstate.commit_header import Shard as Place, Sharding
+from elasticstate.commits import Shard as Place, Sharding
 from elasticstate.compat import dtensors
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError, UsageError

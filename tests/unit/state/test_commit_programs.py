@@ -23,9 +23,8 @@ import pytest
 import torch
 
 import elasticstate
-from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.liveness import Liveness
-from elasticstate.agent.storage_allocator import StorageAllocator
+from elasticstate.agent.storage import HostStorage, StorageAllocator
+from elasticstate.agent.worker import Liveness
 from elasticstate.commits import CommitDirectory
 from elasticstate.core.types import CommitId
 from elasticstate.net.link import Given

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import optim
 
-from elasticstate.state.first_steps import bytes_to_come
+from elasticstate.state.optimizer_state import bytes_to_come
 
 
 class Own(optim.AdamW):

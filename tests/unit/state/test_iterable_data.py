@@ -19,7 +19,7 @@ from elasticstate.errors import UsageError
 from elasticstate.present_world import NotInWorldError, rank
 from elasticstate.state import ElasticDataLoader, ElasticSampler, ObjectState, State, TorchState
 from elasticstate.state.base import committer_of
-from elasticstate.state.iterable_data import has_iterators
+from elasticstate.state.loader import has_iterators
 from elasticstate.state.values import Captured
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from elasticstate.compat.loaders import end_persistent_workers
+from elasticstate.compat.modules import end_persistent_workers
 from elasticstate.errors import UsageError
 from elasticstate.state import ElasticDataLoader, TorchState, loader as loader_module
-from elasticstate.state.order import Order
+from elasticstate.state.sampler import Order
 
 Trained = list[tuple[list[int], float, bool]]
 

@@ -9,7 +9,7 @@ import torch
 
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
-from elasticstate.state.running_statistics import running_statistics
+from elasticstate.state.module_state import running_statistics
 
 
 class Odd(torch.nn.Module):

@@ -13,10 +13,9 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import peer, rng
-from elasticstate.state.peer import PeerReader, PeerStorage
-from elasticstate.state.peer_copies import PeerCopies
+from elasticstate.state.buffer import PrivateStorage
+from elasticstate.state.peer import PeerCopies, PeerReader, PeerStorage
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.storage import PrivateStorage
 
 Storage = Callable[..., Any]
 COMMIT = CommitId(3, 7)

@@ -18,7 +18,7 @@ from elasticstate.log import logger
 from elasticstate.state import ElasticDataLoader, State, TorchState, repeat_check
 from elasticstate.state.base import committer_of
 from elasticstate.state.repeat_check import RepeatCheck
-from elasticstate.worker.regroup import release_exception
+from elasticstate.worker.loop import release_exception
 from tests.kit.state import Member, World
 
 DATA = TensorDataset(torch.arange(64.0).unsqueeze(1))

@@ -12,12 +12,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from elasticstate.commit_header import Shard as Place, read
+from elasticstate.commits import Shard as Place, read
 from elasticstate.errors import CollectiveError, StateError
-from elasticstate.state import blocks, reshard_check
-from elasticstate.state.reshard import CommitCopies
-from elasticstate.state.reshard_check import content_sum
-from elasticstate.state.shards import Piece, chunk_of, digest_of
+from elasticstate.state import reshard
+from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, content_sum, digest_of
 from tests.kit.sharded import COMMIT, DTYPES, SnapshotCopies, committed, local, mesh, source, whole_tensors
 
 
@@ -48,8 +46,8 @@ def test_shards_stay_bitwise_the_same_in_a_sequence_of_random_worlds(
 ) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    monkeypatch.setattr(blocks, "RUN_BYTES", draw.choice((0, 8, 1 << 20)))
-    monkeypatch.setattr(blocks, "STAGING_BYTES", draw.choice((8, 64, 1 << 20)))
+    monkeypatch.setattr(reshard, "RUN_BYTES", draw.choice((0, 8, 1 << 20)))
+    monkeypatch.setattr(reshard, "STAGING_BYTES", draw.choice((8, 64, 1 << 20)))
     tensors = whole_tensors(draw)
     now = mesh(draw, tensors)
     world = [local(tensors, now, coordinate) for coordinate in now.coordinates()]
@@ -125,7 +123,7 @@ def test_only_the_bytes_of_the_new_part_are_read() -> None:
 def test_columns_are_read_as_whole_rows_only_if_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, world = rows((8,))
     for run_bytes, expected in ((0, 8 * 4), (1 << 10, 8 * 16)):
-        monkeypatch.setattr(blocks, "RUN_BYTES", run_bytes)
+        monkeypatch.setattr(reshard, "RUN_BYTES", run_bytes)
         copies, reader = copies_of(world)
         target = {"model.w": Piece(torch.zeros(8, 1), Place((8, 4), (0, 2)))}
         copies.load(target)
@@ -196,7 +194,7 @@ def test_the_sum_of_a_content_does_not_depend_on_the_cut(
 ) -> None:
     whole = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
     total = content_sum(Piece(whole, Place(shape, (0,) * len(shape))))
-    monkeypatch.setattr(reshard_check, "_ELEMENTS", 8)
+    monkeypatch.setattr(reshard, "_ELEMENTS", 8)
     assert content_sum(Piece(whole, Place(shape, (0,) * len(shape)))) == total
     for d, size in enumerate(shape):
         parts = zip(whole.split(2, d), range(0, size, 2), strict=False)

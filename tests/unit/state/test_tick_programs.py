@@ -24,7 +24,7 @@ from torch import nn
 from elasticstate import TorchState
 from elasticstate.core.types import CommitId
 from elasticstate.state.base import committer_of
-from elasticstate.state.containers import flatten
+from elasticstate.state.values import flatten
 from tests.kit.state import Member, World
 
 DEVIOUS = 0.35  # share of the programs whose writes between tick and failure are of all kinds

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from elasticstate import ObjectState, TorchState
-from elasticstate.compat import aliases
+from elasticstate.compat import torch_tensors
 from elasticstate.core.types import CommitId
-from elasticstate.state import tick_plan, tick_record
+from elasticstate.state import tick_record
 from elasticstate.state.base import committer_of
 from tests.kit.state import Member, World
 
@@ -261,7 +261,7 @@ def test_large_running_statistics_are_copied_when_they_were_seen_to_change(two: 
 
 
 def test_a_large_table_that_does_not_change_is_not_copied(two: Member) -> None:
-    table = torch.rand(tick_plan.MAX_BYTES // 2)
+    table = torch.rand(tick_record.MAX_BYTES // 2)
     state = trained(two, table=table)
     assert after_a_failure(state) == (1, 2)
     step(state)
@@ -285,7 +285,7 @@ def test_a_receive_that_is_in_flight_over_a_tick_is_a_handle(two: Member) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    aliases.install()
+    torch_tensors.install()
     state = trained(two)
     momentum = state.optimizer.state[state.model.weight]["exp_avg"]
     work = groups[0].recv([momentum], 1, 0)
@@ -298,5 +298,5 @@ def test_a_receive_that_is_in_flight_over_a_tick_is_a_handle(two: Member) -> Non
         assert torch.equal(state.optimizer.state[state.model.weight]["exp_avg"], at_tick)
     else:
         assert state.commits[0] == (1, 1)
-    aliases.release_works()
-    assert not aliases._in_flight, "no work keeps the groups alive"
+    torch_tensors.release_works()
+    assert not torch_tensors._in_flight, "no work keeps the groups alive"

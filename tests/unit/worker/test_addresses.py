@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from elasticstate.compat import process_groups
-from elasticstate.compat.stores import HashStore
+from elasticstate.compat.process_groups import HashStore
 from elasticstate.errors import UnreachableError, UsageError
 from elasticstate.net.names import own_addresses
 from elasticstate.worker.contexts import addresses

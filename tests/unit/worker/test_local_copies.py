@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId
+from elasticstate.core.types import CommitId, CopyOf
 from elasticstate.errors import CollectiveError, CopyError
-from elasticstate.worker.local_copies import LocalCopies
+from elasticstate.worker.storage import LocalCopies
 from tests.kit.commits import KEY, Host, content, seal_of
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)

@@ -21,14 +21,13 @@ from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.options import WorkerEnvironment, set_unless_given
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts import device, nccl, nccl_settings
-from elasticstate.worker.contexts.context import Context, Fault
-from elasticstate.worker.contexts.groups import TorchGroups
+from elasticstate.worker.contexts import device, nccl
+from elasticstate.worker.contexts.context import Context, Fault, TorchGroups
 from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 DEVICE = torch.device("cuda", 0)
-NAMES = [name for setting in nccl_settings._SETTINGS for name in setting.names]
+NAMES = [name for setting in nccl._SETTINGS for name in setting.names]
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_what_the_user_has_not_set_is_set(clean: pytest.MonkeyPatch) -> None:
-    assert nccl_settings.apply_settings() == []
+    assert nccl.apply_settings() == []
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
@@ -66,7 +65,7 @@ def test_what_defeats_recovery_is_kept_and_warned_of(
     clean: pytest.MonkeyPatch, name: str, value: str, wanted: str
 ) -> None:
     clean.setenv(name, value)
-    (warning,) = nccl_settings.apply_settings()
+    (warning,) = nccl.apply_settings()
     assert warning.startswith(f"{name}={value} in the environment: ")
     assert warning.endswith(f". Unset the variable, or set it to {wanted}.")
     assert os.environ[name] == value
@@ -88,7 +87,7 @@ def test_auto_goes_by_the_devices() -> None:
     expected = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"
     assert contexts.by_devices() == expected
     assert type(contexts.choose("auto")) is type(contexts.choose(expected))
-    name = nccl_settings.torch_name("nccl")
+    name = nccl.torch_name("nccl")
     assert contexts.for_torch() == {"gloo": "gloo", "nccl": f"cpu:gloo,cuda:{name}"}[expected]
 
 
@@ -100,17 +99,17 @@ def test_processgroupnccl_is_used_whatever_torch_means_by_nccl(monkeypatch: pyte
 
     monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "nccl"])  # each torch begins with these
     torch_has()  # torch 2.13
-    assert nccl_settings.torch_name("nccl") == "nccl"
-    assert nccl_settings.torch_name("nccl2") == ""
+    assert nccl.torch_name("nccl") == "nccl"
+    assert nccl.torch_name("nccl2") == ""
     torch_has("nccl", "nccl-legacy", "nccl2", "nccl-lazy")  # torch 2.14 and 2.15, before one of them is used
-    assert nccl_settings.torch_name("nccl") == "nccl-legacy"
-    assert nccl_settings.torch_name("nccl2") == "nccl2"
+    assert nccl.torch_name("nccl") == "nccl-legacy"
+    assert nccl.torch_name("nccl2") == "nccl2"
 
 
 def test_this_torch_has_the_name_that_a_job_would_use() -> None:
     named = set(dist.Backend.backend_list) | {e.name for e in entry_points(group="torch.distributed.backends")}
-    assert nccl_settings.torch_name("nccl") in named
-    assert (nccl_settings.torch_name("nccl") == "nccl-legacy") == ("nccl-legacy" in named)
+    assert nccl.torch_name("nccl") in named
+    assert (nccl.torch_name("nccl") == "nccl-legacy") == ("nccl-legacy" in named)
 
 
 def test_an_abort_has_a_limit_of_its_own() -> None:
@@ -131,20 +130,20 @@ def test_what_the_watchdog_of_torch_has_found_in_words() -> None:
 def test_a_version_that_does_not_survive_is_refused(clean: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
     clean.delenv("ELASTICSTATE_ANY_NCCL", raising=False)
     with pytest.raises(UsageError, match=rf"^--backend: 'nccl': NCCL {'.'.join(map(str, version))}: .*ANY_NCCL=1"):
-        nccl_settings.require_usable("nccl", version)
+        nccl.require_usable("nccl", version)
     clean.setenv("ELASTICSTATE_ANY_NCCL", "1")
-    (warning,) = nccl_settings.require_usable("nccl", version)
+    (warning,) = nccl.require_usable("nccl", version)
     assert warning.endswith(". ELASTICSTATE_ANY_NCCL=1 permits it.")
 
 
 @pytest.mark.parametrize("version", [(2, 26, 2), (2, 27, 7), (2, 28, 2), (2, 28, 9), (2, 30, 7)])
 def test_other_versions_are_not_refused(clean: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
-    assert nccl_settings.require_usable("nccl", version) == []
+    assert nccl.require_usable("nccl", version) == []
 
 
 def test_rccl_has_versions_of_its_own(clean: pytest.MonkeyPatch) -> None:
     clean.setattr(torch.version, "hip", "7.0")
-    assert nccl_settings.require_usable("nccl", (2, 22, 3)) == []
+    assert nccl.require_usable("nccl", (2, 22, 3)) == []
 
 
 @NO_CUDA

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from elasticstate.core.types import Placement, WorkerId
 from elasticstate.present_world import WorldView
 from elasticstate.worker.contexts.gloo import GlooContext
-from elasticstate.worker.regroup import store_address
+from elasticstate.worker.loop import store_address
 
 
 def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_the_network() -> None:

@@ -17,7 +17,7 @@ import pytest
 from elasticstate import _native
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import codec, messages, worker_codec
+from elasticstate.net import codec, messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
@@ -46,7 +46,7 @@ class Worker:
         self.failure: BaseException | None = None
 
     def hear(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(worker_codec.encode_to_worker(message))
+        self.agent.send(codec.encode_to_worker(message))
 
     def said(self) -> messages.FromWorkerBody:
         """Return the next message."""
@@ -395,7 +395,7 @@ def test_times_of_the_first_tick_and_of_commits_are_reported(worker: Worker) -> 
 
 
 def test_the_numbers_are_those_of_the_messages() -> None:
-    assert {kind.name: kind.value for kind in worker_codec.MessageKind} == _native.Sentinel.MESSAGE_KINDS
+    assert {kind.name: kind.value for kind in codec.MessageKind} == _native.Sentinel.MESSAGE_KINDS
     assert {place.name: place.value for place in messages.Place} == _native.Sentinel.PLACES
 
 
@@ -457,7 +457,7 @@ def test_a_message_that_no_socket_takes_is_refused(worker: Worker) -> None:
     ("rubbish", "complaint"),
     [
         (b"short", "no head, only 5 bytes"),
-        (worker_codec.MESSAGE_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
+        (codec.MESSAGE_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
         (bytes(MAX_DATAGRAM_BYTES + 1), "longer than"),
     ],
 )

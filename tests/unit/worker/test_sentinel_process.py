@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import pytest
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import codec, messages, worker_codec
+from elasticstate.net import codec, messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from tests.kit.pages import page_at
 
@@ -92,7 +92,7 @@ class Process:
         self.hear(messages.Hello)
 
     def tell(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(worker_codec.encode_to_worker(message))
+        self.agent.send(codec.encode_to_worker(message))
 
     def hear(self, kind: type[M]) -> M:
         """Receive the next message, and check that it is of this kind."""

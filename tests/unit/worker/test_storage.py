@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.storage_allocator import grow
+from elasticstate.agent.storage import HostStorage, grow
 from elasticstate.commits import CommitDirectory, buffer_file
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CommitStorageError

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from elasticstate.worker.torch_modes import TorchModes
+from elasticstate.worker.loop import TorchModes
 
 
 def test_all_modes_that_functions_have_set_are_set_back() -> None:

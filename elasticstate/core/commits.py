@@ -1,0 +1,192 @@
+"""Retained commits: commits in memory that outlive their workers; the agents keep them (I3).
+
+While a member of the newest world lives that began this world with the job's state, the commits of that member decide:
+it has sealed every commit that all members have sealed. This is not true for a member that ended ticks without training
+(torch's ``Join``), nor for a follower (see keepers.py). If no such member lives, the newest retained commit decides,
+and the core waits for its slot. The core records the last report about each slot, from its worker or from an agent that
+found the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticstate.core import types as t
+from elasticstate.core.state import (
+    Draft,
+    Host,
+    Membership,
+    Running,
+    Worker,
+)
+from elasticstate.core.texts import number_of
+
+# ------------------------------------------------------------------------------------------------------------- retained
+
+
+def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None, sealed: t.CommitId | None = None) -> None:
+    """Record the newest commit in a slot's commit storage. ``sealed``: the newest that was ever sealed there, which may
+    be damaged by now. A newer commit than before lies in the other buffer."""
+    slot = d.slots.get(slot_id)
+    if slot is not None:
+        record_both(d, slot_id, commit, slot.previous if commit == slot.retained else slot.retained, sealed)
+
+
+def record_both(
+    d: Draft,
+    slot_id: t.SlotId,
+    commit: t.CommitId | None,
+    previous: t.CommitId | None,
+    sealed: t.CommitId | None = None,
+) -> None:
+    """Record the commits in both buffers of a slot."""
+    slot = d.slots.get(slot_id)
+    if slot is None:
+        return
+    newest = slot.sealed
+    if slot.damaged:
+        intact = [each for each in (commit, previous) if each is not None and each not in slot.damaged]
+        newest = max(newest, commit or newest)
+        commit, previous = (*intact, None, None)[:2]
+    if commit is not None and commit > newest:
+        newest = commit
+    if sealed is not None and sealed > newest:
+        newest = sealed
+    if newest is not slot.sealed or slot.retained != commit or slot.previous != previous:
+        d.put_slot(slot_id, retained=commit, previous=previous, sealed=newest)
+
+
+def commit_damaged(d: Draft, event: t.CommitDamaged) -> None:
+    """Count a damaged commit as not held, whatever the seals in its slot say. A slot has two buffers."""
+    slot, host = d.slots.get(event.slot), d.hosts.get(event.slot.host)
+    if slot is None or host is None or host.agent != "joined" or event.commit in slot.damaged:
+        return
+    d.put_slot(event.slot, damaged=(*slot.damaged, event.commit)[-2:])
+    record_both(d, event.slot, slot.retained, slot.previous)
+    d.warn(f"commit {event.commit} in the memory of slot {event.slot} is damaged and not used: its checksum is wrong")
+
+
+def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId], previous: dict[int, t.CommitId]) -> None:
+    """Replace the retained commits of a host: the host has these commits in memory, and no others."""
+    for index in sorted(d.slots_of(host).union(commits)):
+        slot_id = t.SlotId(host, index)
+        if slot_id not in d.slots:
+            d.put_slot(slot_id)
+        record_both(d, slot_id, commits.get(index), previous.get(index))
+
+
+def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
+    """Return the slots that retain a newer commit than all READY workers, the newest first, if retained commits decide.
+
+    Slots of draining hosts count until their agent is stopped: the agent removes the commits when it stops. A sharded
+    job awaits hosts instead (see sharded.py).
+    """
+    if m.shards.layouts or all(slot.retained is None for slot in m.slots.values()):
+        return []
+    if any(has_job_state(m, worker) for worker in m.workers.values()):
+        return []
+    ready = [worker.ready.commit for worker in m.workers.values() if worker.ready is not None and not worker.gone]
+    best = max((commit for commit in ready if commit is not None), default=t.CommitId(0, 0))
+    newer = [
+        (slot_id, slot.retained)
+        for slot_id, slot in m.slots.items()
+        if slot.retained is not None and slot.retained > best and not _is_given_back(m.hosts[slot_id.host])
+    ]
+    newer.sort(key=lambda item: (*(-number for number in item[1]), m.hosts[item[0].host].order, item[0]))
+    return newer
+
+
+def _is_given_back(host: Host) -> bool:
+    return bool(host.draining) and host.agent == "stopping"
+
+
+def has_job_state(m: Draft | Membership, worker: Worker) -> bool:
+    """Return True if the worker lives, was in the newest world, and had or received the job's state in that world.
+
+    A worker that ended ticks without training has an older state than the others. A worker that keeps no commits of
+    its own has no state that outlives the world.
+    """
+    if worker.gone or worker.late or not worker.keeps or not 0 < worker.joined == m.generation:
+        return False
+    commit = worker.ready.commit if worker.ready is not None else worker.commit
+    if worker.ready is not None and (commit is None or worker.ready.behind):
+        return False
+    return not worker.lacked or (commit is not None and commit.generation == m.generation)
+
+
+# ---------------------------------------------------------------------------------------------------------- uncommitted
+# Work that no commit holds: a warning before it is lost, and its amount when it is.
+#
+# A job need not commit: then a failure sends it back to where it began. Whoever has forgotten ``commit()`` would
+# learn that from the first failure only. So the core warns, once in a job, when a world has completed many ticks, or
+# has trained for long, and no member has called ``commit()`` in the whole job. A call whose tick is not saved
+# (``commit(every=N)``) counts, because commits will come. A world without any tick has a notice of its own
+# (hangs.py), which says the same.
+#
+# A job may also commit once, or seldom, and train on. Then a failure loses much of a tick, which no number of ticks
+# says.
+
+
+_MANY = 100  # ticks
+_AT_LEAST_S = 5.0  # less work than this is no loss to warn of
+_FEW = 5  # ticks that a world has completed at least before time alone decides
+_LONG_S = 1.0  # from which the part of a tick that a failure has cut off is told
+_INACCURACY_S = 1.0  # of the time of the last tick, if no survivor reports it
+
+
+def check_commits(d: Draft, phase: Running, members: Sequence[Worker]) -> None:
+    """Warn if the job trains and commits nothing."""
+    ledger = d.ledger
+    if ledger.commits_come or ledger.commit_warned or not phase.first_tick:
+        return
+    ticks, seconds = ledger.ticking.completed, ledger.ticking.at - phase.since
+    is_much = ticks > _MANY and seconds >= _AT_LEAST_S
+    is_long = ticks >= _FEW and seconds >= d.policy.no_tick_notice_s
+    if not is_much and not is_long:
+        return
+    if any(w.commit is not None and w.commit.generation == d.generation and w.commit.tick for w in members):
+        d.update_ledger(commits_come=True)
+        return
+    d.update_ledger(commit_warned=True)
+    d.warn(
+        f"nothing was committed in the first {number_of(ticks, 'tick')} ({seconds:.0f} s) of generation "
+        f"{d.generation}: a failure may lose them all. Call state.commit() in the training loop; commit(every=N) saves "
+        f"at each N-th tick"
+    )
+
+
+def lost_with_nothing_committed_s(d: Draft) -> float:
+    """Return the seconds that the present generation has trained, if the job has never committed: its end loses them.
+
+    Warn if the job has no ticks, so that no event will say that training has resumed.
+    """
+    if d.ledger.highest is not None or d.ledger.durable is not None:
+        return 0.0
+    present = d.ledger.account.until(d.now).present
+    seconds = present.goodput + present.commit_stall + present.redone_ticks + present.no_ticks
+    if not d.ledger.has_ticked and round(seconds, 1):
+        d.warn(
+            f"generation {d.generation + 1} begins from scratch: generation {d.generation} made no tick and no commit, "
+            f"so all of its work ({seconds:.1f} s, an unknown number of steps) is lost. Call state.commit() in the "
+            f"training loop"
+        )
+    return seconds
+
+
+def lost_in_an_unfinished_tick_s(d: Draft, completed: int) -> float:
+    """Return the seconds that the present generation has trained since its last tick, if the job has committed and they
+    are not few: its end loses them.
+
+    ``completed``: ticks of the generation. After some, the lost part of a tick is small, or the failure was found late.
+    """
+    if completed > 1 or (d.ledger.highest is None and d.ledger.durable is None):
+        return 0.0
+    account, ticking = d.ledger.account.until(d.now), d.ledger.ticking
+    seconds, cut = account.present.no_ticks, account.cut
+    least = _LONG_S
+    if cut is not None and cut.is_proven:
+        seconds += max(0.0, cut.unproven_s - cut.gap_s)
+    elif cut is not None:
+        seconds += max(0.0, cut.at - ticking.at - cut.gap_s)
+        least += _INACCURACY_S
+    return seconds if seconds >= least else 0.0

@@ -1,0 +1,252 @@
+"""Lines of the log that strangers or libraries can cause as often as they like."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, cast
+
+from elasticstate.core.texts import listed, number_of
+from elasticstate.core.types import WorkerId
+from elasticstate.driver.beats import next_beat
+from elasticstate.driver.report import Report
+from elasticstate.net import messages
+from elasticstate.net.messages import OutputTrouble
+from elasticstate.writing import Watch, Writer
+
+# -------------------------------------------------------------------------------------------------------- counted lines
+
+
+_MOST_SINGLE = 5  # of one kind, each with a line of its own
+_MOST_KINDS = 32  # the lines of all further kinds are counted together
+_FURTHER = ""
+
+
+class CountedLines:
+    """After a few lines of one kind, only each doubling of their number is written."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._counts: dict[str, int] = {}
+
+    def put(self, kind: str, text: str) -> None:
+        """Write a line of this kind, or only count it."""
+        if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+            kind = _FURTHER
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        if count <= _MOST_SINGLE or count & (count - 1) == 0:
+            times = f" ({count} times so far)" if count > _MOST_SINGLE else ""
+            self._write(f"{text}{times}")
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Report a connection that was refused."""
+        self.put(reason, f"refused a connection from {peer}: {reason}")
+
+
+# ------------------------------------------------------------------------------------------------------- library output
+# Messages of libraries in the driver's process, written by the thread that may block instead of the event loop.
+#
+# A terminal that nobody reads blocks whoever writes to it. asyncio, aiohttp and warnings write to ``sys.stderr``.
+
+
+_LONGEST_TEXT = 500  # characters
+_MOST_TRACES = 10  # one for each kind of errors
+_MOST_FRAMES = 12  # the innermost ones
+
+
+@contextmanager
+def captured(terminal: Writer, warn: Callable[[str], None]) -> Iterator[None]:
+    """Until the end, send text for ``sys.stderr`` to ``terminal``, and log records as counted lines to ``warn``.
+
+    Call this on the event loop, where ``warn`` is called, too.
+    """
+    handler, before = _Handler(warn), sys.stderr
+    logging.getLogger().addHandler(handler)
+    sys.stderr = io.TextIOWrapper(
+        cast("io.BufferedWriter", _Stderr(terminal)), encoding="utf-8", errors="backslashreplace", write_through=True
+    )
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        logging.getLogger().removeHandler(handler)
+
+
+class _Stderr(io.RawIOBase):
+    """The bytes of ``sys.stderr``, which never block their writer."""
+
+    def __init__(self, terminal: Writer) -> None:
+        self._terminal = terminal
+
+    def write(self, data: Any) -> int:
+        self._terminal.put(bytes(data))
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def isatty(self) -> bool:
+        return os.isatty(2)
+
+
+class _Handler(logging.Handler):
+    """Writer of log records, from any thread: one line each, and the traceback of the first error of a kind."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = CountedLines(warn)
+        self._traced: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # a message that cannot be formatted; or the loop is closed
+            error, text = record.exc_info[1] if record.exc_info else None, _one_line(record.getMessage())
+            if error is not None:
+                text += f" ({type(error).__name__}: {_one_line(str(error))})"
+            kind = f"{record.name} {str(record.msg).partition(chr(10))[0]} {type(error).__name__}"
+            self._loop.call_soon_threadsafe(self._put, kind, f"{record.name}: {text}", error)
+
+    def _put(self, kind: str, text: str, error: BaseException | None) -> None:
+        if error is not None and kind not in self._traced and len(self._traced) < _MOST_TRACES:
+            self._traced.add(kind)
+            lines = traceback.format_exception(type(error), error, error.__traceback__, -_MOST_FRAMES)
+            text = "".join([text, "\n", *lines])
+        self._lines.put(kind, text)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text[:_LONGEST_TEXT].split())
+
+
+# ------------------------------------------------------------------------------------------------------ output troubles
+# Outputs of a job that cannot be written: terminals, log files, the event file. Logged, and shown in the status.
+
+
+_LOOK_INTERVAL_S = 0.5
+
+
+class OutputTroubles:
+    """The troubles of all outputs: the agents report theirs, the driver checks its own."""
+
+    def __init__(self, report: Report, event: Callable[..., None]) -> None:
+        """``event(name, **fields)`` writes an event, and adds the common fields."""
+        self._report = report
+        self._event = event
+        self._troubles: dict[tuple[str | None, str], tuple[OutputTrouble, float]] = {}  # by host and output; since when
+        self._unreported_bytes: dict[
+            tuple[str, str], int
+        ] = {}  # dropped on hosts that have recovered, while others have not
+
+    @asynccontextmanager
+    async def watched(self, patience_s: float) -> AsyncIterator[None]:
+        """Watch this driver's own outputs. At the end wait until all is written, or blocked for ``patience_s``."""
+        watching = asyncio.ensure_future(self._look())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await self._report.close(patience_s)
+
+    async def _look(self) -> None:
+        watch = Watch()
+        while True:
+            for output, writers in self._report.writers.items():
+                for trouble in watch.look(output, writers):
+                    self.update(None, trouble)
+            await next_beat(_LOOK_INTERVAL_S)
+
+    def update(self, host: str | None, trouble: OutputTrouble) -> None:
+        """Handle a change in the state of an output. ``host`` None: an output of this driver."""
+        last, since = self._troubles.pop((host, trouble.output), (None, time.monotonic()))
+        place = {"host": host, "output": trouble.output}
+        if not trouble.reason:
+            self._event("output_resumed", **place, dropped_bytes=trouble.dropped_bytes)
+            if last is not None:
+                self._log_end(host, last, trouble.dropped_bytes)
+            return
+        is_known = self._has(trouble)
+        self._troubles[host, trouble.output] = trouble, since
+        if last is None or (last.reason, last.workers) != (trouble.reason, trouble.workers):
+            workers = [str(worker) for worker in trouble.workers]
+            self._event("output_blocked", **place, reason=trouble.reason, workers=workers)
+        if not is_known if last is None else trouble.workers and not last.workers:
+            self._report.log(f"warning: {_place(host)}{trouble.output}: {trouble.reason}; {_consequence(trouble)}")
+
+    def forget(self, host: str) -> None:
+        """Forget the troubles of a host that is lost, or has a new agent."""
+        for key in [key for key in self._troubles if key[0] == host]:
+            del self._troubles[key]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines for the status."""
+        now = time.monotonic()
+        for (host, output), (trouble, since) in self._troubles.items():
+            yield (
+                f"{_place(host)}{output}: {trouble.reason}, for {now - since:.1f} s; "
+                f"{number_of(trouble.dropped_bytes, 'byte')} dropped; {_consequence(trouble)}"
+            )
+
+    def _has(self, like: OutputTrouble) -> bool:
+        """Return True if another output has the same trouble: a full file server counts once for a thousand hosts."""
+        return any((t.output, t.reason) == (like.output, like.reason) for t, _ in self._troubles.values())
+
+    def _log_end(self, host: str | None, last: OutputTrouble, dropped_bytes: int) -> None:
+        kind = last.output, last.reason
+        dropped_bytes += self._unreported_bytes.pop(kind, 0)
+        if self._has(last):
+            self._unreported_bytes[kind] = dropped_bytes
+            return
+        dropped = number_of(dropped_bytes, "byte")
+        self._report.log(f"{_place(host)}{last.output} can be written again; dropped {dropped}")
+
+
+def _place(host: str | None) -> str:
+    return "elasticrun: " if host is None else f"host {host}: "
+
+
+def _consequence(trouble: OutputTrouble) -> str:
+    if trouble.workers:
+        remedy = "" if trouble.output.startswith("--") else ". With --log-dir, no worker waits for the terminal"
+        workers = listed((str(worker.slot_id) for worker in trouble.workers), shown=8)
+        return f"waiting workers: {workers}{remedy}"
+    return "output above a limit is dropped"
+
+
+# ---------------------------------------------------------------------------------------------------------------- tails
+# The last lines of workers' output, requested from their agents.
+
+
+class Tails:
+    """Requests for the last lines of workers. A request for a worker that is under way serves all who ask."""
+
+    def __init__(self, send: Callable[[str, messages.ToAgent], None]) -> None:
+        self._send = send
+        self._awaited: dict[WorkerId, asyncio.Future[messages.OutputTail]] = {}
+
+    async def of(self, worker: WorkerId, timeout_s: float) -> messages.OutputTail | None:
+        """Return the last lines of a worker; None if its agent does not answer in time."""
+        awaited = self._awaited.get(worker)
+        if awaited is None:
+            awaited = self._awaited[worker] = asyncio.get_running_loop().create_future()
+            self._send(worker.host, messages.FetchOutput(worker))
+        try:
+            return await asyncio.wait_for(asyncio.shield(awaited), timeout_s)
+        except asyncio.TimeoutError:
+            if self._awaited.get(worker) is awaited:
+                del self._awaited[worker]
+            return None
+
+    def received(self, tail: messages.OutputTail) -> None:
+        awaited = self._awaited.pop(tail.worker, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(tail)
