@@ -9,7 +9,7 @@
         0.control              slot 0: the control page that worker and agent share
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
-        0.error                exception that ended its worker (error_file.py)
+        0.error                exception that ended its worker (tracebacks.py)
         0.result               for launch(): result of its function (agent/workers.py)
 
 The agent opens each of these files once and passes descriptors to its workers: no process looks up a name that another

@@ -29,7 +29,6 @@ import time
 from elasticstate.compat.torch_tensors import copy_all
 from elasticstate.options import environment_variable, launched_place, worker_environment
 from elasticstate.state.base import State, committer_of
-from elasticstate.state.channel import Channel
 from elasticstate.state.rng import apply as set_random_state, capture as random_state
 from elasticstate.state.sampler import (
     Order,
@@ -40,6 +39,7 @@ from elasticstate.state.sampler import (
     world_rank,
     world_size,
 )
+from elasticstate.state.session import Channel
 from elasticstate.worker.call_monitor import begin_call, end_call
 from elasticstate.worker.run import end_last_world, failure_text, join, join_fixed_world, keep_last_world, leave
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, result_name
+from elasticstate.driver.report import OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
 from elasticstate.failures import WorkerFailure, status_of

@@ -1,4 +1,4 @@
-"""The copies of an agent's host (copies/service.py), with callbacks on the agent's event loop."""
+"""The copies of an agent's host (copies/pusher.py), with callbacks on the agent's event loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any
 from elasticstate._native import ControlPage
 from elasticstate.agent.storage import HostStorage
 from elasticstate.commits import commit_tag, grow, part_tag
+from elasticstate.copies.pusher import HostCopies
 from elasticstate.copies.server import Notify, NotifyDropped
-from elasticstate.copies.service import HostCopies
 from elasticstate.copies.store import Source
 from elasticstate.core.types import CommitId
 from elasticstate.durable.copies import crc32c

@@ -9,7 +9,7 @@ from contextlib import suppress
 from elasticstate.agent.files import JobPlace
 from elasticstate.agent.supply import REMEDY, Supply
 from elasticstate.commits import CommitDirectory
-from elasticstate.copies.service import HostCopies
+from elasticstate.copies.pusher import HostCopies
 from elasticstate.net.link import AgentSocket
 
 _LOOK_INTERVAL_S = 0.25

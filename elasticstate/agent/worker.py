@@ -19,18 +19,18 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from elasticstate import error_file
+from elasticstate import tracebacks
 from elasticstate._native import ControlPage
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Audience, Pump
 from elasticstate.core.types import CallReport, CommitId, WorkerId
-from elasticstate.error_file import WorkerError
 from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 from elasticstate.net import messages
 from elasticstate.net.messages import STACKS_SIGNAL, Place, Stamp
 from elasticstate.options import inherited_environment, missing_temporary_directory
 from elasticstate.processes import CLEANUP_S, catches, descriptors_given, ended_child, kill_session
 from elasticstate.threads import in_thread
+from elasticstate.tracebacks import WorkerError
 
 # ------------------------------------------------------------------------------------------------------- worker process
 # One worker's process: started in a session of its own, watched by pidfd, ended together with its whole session.
@@ -353,7 +353,7 @@ def cause_of_death(
     """
     if written is not None and ending.exit_code != 0:
         return _with_hint(written.text), written.time_ns
-    text = error_file.shortened(ending.last_output) if ending.exit_code != 0 else ""
+    text = tracebacks.shortened(ending.last_output) if ending.exit_code != 0 else ""
     if ending.signal == signal.SIGKILL and oom_kills > oom_kills_before:
         count = oom_kills - oom_kills_before
         killed = f"{OUT_OF_MEMORY}: its memory cgroup counted {count} OOM kill(s) while the worker ran"

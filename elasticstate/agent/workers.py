@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import dropwhile
 from pathlib import Path
 
-from elasticstate import commits, error_file
+from elasticstate import commits, tracebacks
 from elasticstate.agent import exec_shim
 from elasticstate.agent.connection import DriverConnection
 from elasticstate.agent.files import JobPlace
@@ -34,7 +34,7 @@ from elasticstate.agent.worker import (
     start_command,
 )
 from elasticstate.commits import RESULT_HEAD_BYTES, result_hasher
-from elasticstate.copies.service import HostCopies
+from elasticstate.copies.pusher import HostCopies
 from elasticstate.core.types import CommitId, PlainPlace, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import codec, messages
@@ -171,7 +171,7 @@ class WorkerStarter:
             liveness = Liveness(storage.files(worker.slot).page, storage.owner(worker.slot))
             storage.make_result(worker.slot)
             error_name = commits.error_file(worker.slot)
-            error_file.forget(error_name, storage.directory.fd)
+            tracebacks.forget(error_name, storage.directory.fd)
             audience = Audience(options.only_ranks)
             pumps = self._outputs.pumps(worker, options, audience)
             child, pipes = await self._start_process(self._environment(worker, reserve_bytes, place))
@@ -405,7 +405,7 @@ class Workers:
         del self.handles[process.worker]
         self._outputs.ended(process.worker)
         self._socket.disconnect(process.worker)
-        written = error_file.read(handle.error_file, self._storage.directory.fd)
+        written = tracebacks.read(handle.error_file, self._storage.directory.fd)
         error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
         end = (ending.exit_code, ending.signal, error, time_ns, handle.liveness.commits)
         self._report_exit(messages.Exited(process.worker, process.pid, *end))

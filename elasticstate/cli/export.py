@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elasticstate.cli.parser import CommandParser
-from elasticstate.durable.copies import DamagedCopyError, Manifest, failure_of, milliseconds_of
+from elasticstate.durable.copies import (
+    DamagedCopyError,
+    Manifest,
+    StorageHangsError,
+    StoredCopies,
+    failure_of,
+    milliseconds_of,
+)
 from elasticstate.durable.export import NothingToExportError, export
-from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.durable.storage import absolute, is_url, refuse
 from elasticstate.errors import OptionError
 from elasticstate.machine import format_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from elasticstate.cli.trace import events_parser, without_events
-from elasticstate.core.texts import listed
+from elasticstate.core.types import listed
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
 from elasticstate.history.page import check_output, write_output

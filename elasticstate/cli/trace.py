@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from elasticstate.cli.parser import CommandParser
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.types import listed, number_of
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
 from elasticstate.history.page import check_output, write_output

@@ -5,14 +5,51 @@ Both libraries keep the world in singletons that are created once in a process. 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
 from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
 
-from elasticstate.compat.absent_names import warn_absent
+from elasticstate.log import logger
+
+# --------------------------------------------------------------------------------------------------------- absent names
+# Warnings about private names that the installed version of a library does not have.
+
+
+CHECKED = {"torch": "2.13", "Python": "3.11", "lightning": "2.6"}
+"""The versions in which the names of this package were checked."""
+
+
+@functools.cache
+def warn_absent(library: str, name: str, effect: str) -> None:
+    """Log once that the installed library does not have this name. ``effect``: the consequence, as a clause."""
+    logger.warning(
+        "%s %s has no %s, so %s. Install %s %s, or a newer version of elasticstate.",
+        library,
+        _installed(library),
+        name,
+        effect,
+        library,
+        CHECKED[library],
+    )
+
+
+def _installed(library: str) -> str:
+    if library == "Python":
+        return python_version()
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "(unknown version)"
+
+
+# ------------------------------------------------------------------------------------------------------------ libraries
+
 
 # --------------------------------------------------------------------------------------------------------- hugging face
 

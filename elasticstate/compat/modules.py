@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import batchnorm, instancenorm
 from torch.utils.data import DataLoader
 
-from elasticstate.compat.absent_names import warn_absent
+from elasticstate.compat.libraries import warn_absent
 from elasticstate.errors import UsageError
 
 # -------------------------------------------------------------------------------------------------------------- modules

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore, distributed_c10d, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from elasticstate.compat.absent_names import CHECKED, warn_absent
+from elasticstate.compat.libraries import CHECKED, warn_absent
 from elasticstate.errors import UsageError
 
 # ------------------------------------------------------------------------------------------------------- process groups

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elasticstate._native import counters_of, integers_of
-from elasticstate.compat.absent_names import warn_absent
+from elasticstate.compat.libraries import warn_absent
 
 # -------------------------------------------------------------------------------------------------------------- tensors
 

@@ -23,7 +23,6 @@ from elasticstate.core.figures import (
     Losses,
     Origin,
 )
-from elasticstate.core.keepers import keeps
 from elasticstate.core.state import (
     Draft,
     Forming,
@@ -35,7 +34,7 @@ from elasticstate.core.state import (
     Waiting,
     Worker,
 )
-from elasticstate.core.worlds import NOTHING, newest, survivors_of
+from elasticstate.core.worlds import NOTHING, keeps, newest, survivors_of
 
 # ------------------------------------------------------------------------------------------------------------- activity
 # The activity of a job, derived from the core's state. The account of time (figures.py) adds up activities.

@@ -2,7 +2,7 @@
 
 While a member of the newest world lives that began this world with the job's state, the commits of that member decide:
 it has sealed every commit that all members have sealed. This is not true for a member that ended ticks without training
-(torch's ``Join``), nor for a follower (see keepers.py). If no such member lives, the newest retained commit decides,
+(torch's ``Join``), nor for a follower (see worlds.py). If no such member lives, the newest retained commit decides,
 and the core waits for its slot. The core records the last report about each slot, from its worker or from an agent that
 found the commit.
 """
@@ -19,7 +19,7 @@ from elasticstate.core.state import (
     Running,
     Worker,
 )
-from elasticstate.core.texts import number_of
+from elasticstate.core.types import number_of
 
 # ------------------------------------------------------------------------------------------------------------- retained
 

@@ -21,8 +21,13 @@ from elasticstate.core.state import (
     by_discovery as hosts_of,
     living_members,
 )
-from elasticstate.core.texts import SHOWN, listed, number_of, ranks_text
-from elasticstate.core.types import SlotId
+from elasticstate.core.types import (
+    SHOWN,
+    SlotId,
+    listed,
+    number_of,
+    ranks_text,
+)
 
 # --------------------------------------------------------------------------------------------------------------- stalls
 # Stalls: calls in which some ranks wait for ranks that have not made the call. Lookups and texts; read-only.

@@ -18,7 +18,7 @@ from elasticstate.core.state import (
     Running,
     Worker,
 )
-from elasticstate.core.texts import exception_line, number_of
+from elasticstate.core.types import exception_line, number_of
 
 QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new world's first tick ends this time early
 

@@ -22,7 +22,7 @@ from elasticstate.core import (
 from elasticstate.core.ending import earlier
 from elasticstate.core.hangs import collectives_reported, hang_text, report_hang, where_reported
 from elasticstate.core.slots import host_is_lost, hosts_discovered, slot_failed, start_preemption_cooldown, stop
-from elasticstate.core.stall_check import call_reported
+from elasticstate.core.stalls import call_reported
 from elasticstate.core.state import (
     Draft,
     Failure,

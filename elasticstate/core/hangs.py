@@ -28,8 +28,7 @@ from elasticstate.core.state import (
     Ticking,
     Worker,
 )
-from elasticstate.core.texts import number_of, ranks_text
-from elasticstate.core.types import CollectivesReport, Finding, Hang
+from elasticstate.core.types import CollectivesReport, Finding, Hang, number_of, ranks_text
 
 # ---------------------------------------------------------------------------------------------------------------- hangs
 

@@ -27,7 +27,7 @@ from elasticstate.core.state import (
     Waiting,
     Worker,
 )
-from elasticstate.core.texts import exception_line, listed, number_of
+from elasticstate.core.types import exception_line, listed, number_of
 
 _REMEDY = (
     "All workers of a job must use run, or none of them. Decorate the training function with elasticstate.run in every "

@@ -20,23 +20,21 @@ from elasticstate.core.figures import (
     Origin,
     PastFigures,
 )
-from elasticstate.core.keepers import keeps
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
-from elasticstate.core.policy import Policy
 from elasticstate.core.state import (
     Draft,
     Failure,
     Finishing,
     Host,
+    Policy,
     Running,
     Ticking,
     Worker,
 )
 from elasticstate.core.step import Transition, new_membership
-from elasticstate.core.texts import listed
-from elasticstate.core.types import ShardLayout
-from elasticstate.core.worlds import NOTHING
+from elasticstate.core.types import ShardLayout, listed
+from elasticstate.core.worlds import NOTHING, keeps
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
 

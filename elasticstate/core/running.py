@@ -24,7 +24,13 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.hangs import check_ticks, report_hang, standstill_deadlines
 from elasticstate.core.slots import stop
-from elasticstate.core.stall_check import check_stalls, end_stalls, overdue_stall, shut_down, stall_deadlines
+from elasticstate.core.stalls import (
+    check_stalls,
+    end_stalls,
+    overdue_stall,
+    shut_down,
+    stall_deadlines,
+)
 from elasticstate.core.state import (
     Draft,
     Failure,
@@ -34,7 +40,7 @@ from elasticstate.core.state import (
     Worker,
 )
 from elasticstate.core.stragglers import check_pace, end_stragglers
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.types import listed, number_of
 from elasticstate.core.worlds import (
     candidates,
     enter,

@@ -7,12 +7,12 @@ from math import inf
 from zlib import crc32
 
 from elasticstate.core import accounting, types as t
-from elasticstate.core.assignment import NEWCOMER, assign
 from elasticstate.core.commits import awaited
 from elasticstate.core.partition import may_train_on
 from elasticstate.core.sharded import awaited_copies, hosts_of, needed_hosts
 from elasticstate.core.state import (
     NEW_SLOT,
+    NEWCOMER,
     Draft,
     Finishing,
     Forming,
@@ -25,9 +25,9 @@ from elasticstate.core.state import (
     Together,
     Waiting,
     Worker,
+    assign,
 )
-from elasticstate.core.texts import number_of
-from elasticstate.core.types import within_limits
+from elasticstate.core.types import number_of, within_limits
 from elasticstate.core.worlds import may_hold_more
 
 # ------------------------------------------------------------------------------------------------------------- cooldown

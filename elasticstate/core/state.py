@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -10,9 +10,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.figures import Losses, Origin, TimeAccount
-from elasticstate.core.policy import Policy
 from elasticstate.core.types import (
     CallReport,
     CollectivesReport,
@@ -28,6 +26,129 @@ from elasticstate.core.types import (
     WorkerReady,
     World,
 )
+
+# ----------------------------------------------------------------------------------------------------------- assignment
+# Assignment of ranks. The ranks of a host are contiguous. Hosts are ordered by their oldest worker, the workers of a
+# host by age, then by slot. Rank 0 is the oldest worker.
+
+
+NEWCOMER = 1 << 62
+"""Age of a worker that was not in the last world: younger than every survivor."""
+
+
+def assign(workers: Sequence[tuple[WorkerId, int]]) -> tuple[Placement, ...]:
+    """Place ``(worker, age)`` pairs. A smaller age is older. Hosts with equal ages keep their order in ``workers``.
+
+    So survivors keep their order within a host, and hosts keep their order as long as their oldest worker lives.
+    """
+    hosts: dict[str, list[tuple[int, int, WorkerId]]] = {}
+    for worker, age in workers:
+        hosts.setdefault(worker.host, []).append((age, worker.slot, worker))
+    for members in hosts.values():
+        members.sort()
+    ordered = sorted(hosts.values(), key=lambda members: members[0][0])
+    placements: list[Placement] = []
+    for cross_rank, members in enumerate(ordered):
+        for position, (_, slot, worker) in enumerate(members):
+            placements.append(
+                Placement(
+                    worker=worker,
+                    rank=len(placements),
+                    local_rank=slot,
+                    local_size=len(members),
+                    local_leader=position == 0,
+                    cross_rank=cross_rank,
+                    cross_size=len(ordered),
+                )
+            )
+    return tuple(placements)
+
+
+def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> Placement:
+    """Return the placement of ``rank`` in a world of another launcher. ``places``: host and local rank of each rank."""
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    host, local_rank = places[rank]
+    members = [other for other, (name, _) in enumerate(places) if name == host]
+    return Placement(
+        worker=WorkerId(host, local_rank, 1),
+        rank=rank,
+        local_rank=local_rank,
+        local_size=len(members),
+        local_leader=rank == members[0],
+        cross_rank=hosts.index(host),
+        cross_size=len(hosts),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+# The values of options that the core's decisions depend on.
+
+
+HOLD_TIMEOUT_S = 2.0  # for the workers' answers to a hold; after that training goes on, and the hold is repeated later
+LEASE_MARGIN = 1.25  # the others wait this many times as long as an unreachable host may train on: clocks differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Values of the options that the core reads. Times are in seconds; None means no limit.
+
+    ``Options.policy()`` fills in these fields by name. Names, defaults and help of the options are in
+    options/options.py only.
+    """
+
+    np: int
+    min_np: int
+    max_np: int | None
+    horovod: bool  # the options have their meanings in horovodrun
+    spares: int
+    listen: str | None  # not None: the agents that dial in are the hosts
+    start_timeout_s: float
+    elastic_timeout_s: float
+    regroup_timeout_s: float
+    failure_grace_s: float
+    drain_timeout_s: float
+    driver_timeout_s: float
+    lease_s: float | None
+    heartbeat_timeout_s: float
+    stop_timeout_s: float
+    join_window_s: float
+    min_interrupt_distance_s: float
+    preemption_cooldown_s: float
+    gate_timeout_s: float | None
+    reset_limit: int | None
+    max_no_progress: int
+    cooldown_range_s: tuple[float, float]
+    stall_check_s: float | None
+    stall_shutdown_s: float | None
+    straggler_action: str  # warn or drain
+    one_copy_per_host: bool  # one worker of each host keeps commits
+    replicas: int | None  # None: 1 if the hosts of the world hold different shards, else 0
+    durable_dir: str | None  # path or URL of the durable copies
+    durable_timeout_s: float
+    # No options: nobody has a reason to turn these.
+    hold_timeout_s: float = HOLD_TIMEOUT_S
+    preemption_window_s: float = 1.0  # from the first preemption notice to the interrupt; far shorter than any notice
+    straggler_threshold: float = 0.2  # 20 % more own time than the others; noise stays below in measurements
+    waiting_notice_s: float = 30.0  # seconds of a wait after which the event file gets a notice
+    no_tick_notice_s: float = 60.0  # seconds without a tick after which the event file gets a notice
+
+    def fewest(self, generation: int) -> int:
+        """Return the smallest number of workers of the next world. ``generation``: the present one, or 0."""
+        return self.np if self.horovod and generation == 0 else self.min_np
+
+    def fewest_text(self, generation: int) -> str:
+        """Return ``fewest`` with its option, for messages."""
+        option = "-np" if self.horovod and generation == 0 else "--min-np"
+        return f"{option} is {self.fewest(generation)}"
+
+    @property
+    def counts_changes(self) -> bool:
+        """True if planned changes of the world count towards --reset-limit, as failures do."""
+        return self.horovod
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
 
 # --------------------------------------------------------------------------------------------------------------- phases
 # The phases of a job, and why a generation has ended. Frozen values.

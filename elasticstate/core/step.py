@@ -24,7 +24,6 @@ from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
 from elasticstate.core.hangs import end_standstill
 from elasticstate.core.plain import together, together_deadlines
-from elasticstate.core.policy import Policy
 from elasticstate.core.running import (
     finishing,
     finishing_deadlines,
@@ -41,7 +40,7 @@ from elasticstate.core.slots import (
     start_and_stop,
     stop_overdue_boots,
 )
-from elasticstate.core.stall_check import end_stalls
+from elasticstate.core.stalls import end_stalls
 from elasticstate.core.state import (
     Count,
     Draft,
@@ -50,6 +49,7 @@ from elasticstate.core.state import (
     Ledger,
     Membership,
     Over,
+    Policy,
     Running,
     Stopping,
     Together,

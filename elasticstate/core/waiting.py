@@ -55,7 +55,7 @@ from elasticstate.core.state import (
     Waiting,
     Worker,
 )
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.types import listed, number_of
 from elasticstate.core.worlds import (
     NOTHING,
     choose,

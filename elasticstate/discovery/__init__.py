@@ -25,7 +25,7 @@ SOURCES = {
     "hostfile": "elasticstate.discovery.sources:Hostfile",
     "script": "elasticstate.discovery.sources:DiscoveryScript",
     "dial-in": "elasticstate.discovery.sources:DialIn",
-    "slurm": "elasticstate.discovery.slurm:SlurmNodes",
+    "slurm": "elasticstate.discovery.sources:SlurmNodes",
     "ray": "elasticstate.ray.nodes:RayNodes",
     "kubernetes": "elasticstate.kubernetes.pods:Pods",
 }

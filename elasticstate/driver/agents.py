@@ -21,9 +21,9 @@ from elasticstate.core.types import without_case
 from elasticstate.driver.beats import next_beat
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import BackgroundTasks, EventQueue, JobState, Journal
-from elasticstate.driver.launch_results import LaunchResults
 from elasticstate.driver.output import CountedLines, OutputTroubles, Tails
 from elasticstate.driver.reattach import Reattachment
+from elasticstate.driver.report import LaunchResults
 from elasticstate.errors import OptionError
 from elasticstate.failures import signal_name
 from elasticstate.launchers import AgentProcess, HostLaunchers

@@ -16,7 +16,7 @@ from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.step import next_deadline
-from elasticstate.core.texts import listed
+from elasticstate.core.types import listed
 from elasticstate.discovery import Hosts, HostSource, host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agents import AgentMessages, Agents
@@ -26,13 +26,17 @@ from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.effects import Effects
 from elasticstate.driver.job import EventQueue, JobState, Journal
-from elasticstate.driver.launch_results import LaunchResults
-from elasticstate.driver.live_line import LiveLine
 from elasticstate.driver.metrics_port import metrics_served
-from elasticstate.driver.output import CountedLines, OutputTroubles, Tails, captured
+from elasticstate.driver.output import (
+    CountedLines,
+    LiveLine,
+    OutputTroubles,
+    Tails,
+    captured,
+)
 from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, lost_hosts, next_record
 from elasticstate.driver.record import JobDirectory
-from elasticstate.driver.report import Outcome, ReplicationSums, Report
+from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report
 from elasticstate.driver.status import overview_of, status_text
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net.names import is_this_machine

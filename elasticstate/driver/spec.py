@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elasticstate import backends
 from elasticstate.core import types as t
-from elasticstate.core.keepers import keeper_of, keeps
+from elasticstate.core.worlds import keeper_of, keeps
 from elasticstate.net import messages
 from elasticstate.net.messages import as_runs
 from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment

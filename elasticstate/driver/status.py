@@ -22,8 +22,7 @@ from elasticstate.core.state import (
 )
 from elasticstate.core.step import Membership, waiting_for
 from elasticstate.core.stragglers import straggler_lines
-from elasticstate.core.texts import number_of
-from elasticstate.core.types import CommitId, CopyFigures, ShardLayout
+from elasticstate.core.types import CommitId, CopyFigures, ShardLayout, number_of
 from elasticstate.machine import format_bytes
 
 # ---------------------------------------------------------------------------------------------------------- copy totals

@@ -19,9 +19,9 @@ from elasticstate.durable.copies import (
     DamagedCopyError,
     File,
     Part,
+    StoredCopies,
     crc32c,
 )
-from elasticstate.durable.reader import StoredCopies
 from elasticstate.durable.storage import Chunk, CopyStorage
 
 # ---------------------------------------------------------------------------------------------------------------- parts

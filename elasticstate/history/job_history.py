@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
-from elasticstate.core.assignment import NEWCOMER, assign
+from elasticstate.core.state import NEWCOMER, assign
 from elasticstate.core.types import WorkerId
 from elasticstate.failures import status_of
 from elasticstate.history.event_files import Event, number

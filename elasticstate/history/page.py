@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.types import listed, number_of
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import number
 from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan, WorkerFailed, parts_of, share_names

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from elasticstate.core.texts import number_of
+from elasticstate.core.types import number_of
 from elasticstate.history.job_history import JobHistory, Shares, parts_of, share_names
 from elasticstate.terminal import printable
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.core.texts import number_of
+from elasticstate.core.types import number_of
 from elasticstate.history.event_files import Event
 from elasticstate.history.job_history import JobHistory, JobSpan, Sink, WorkerSpan, histories
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.horovod import calls, negotiation, timeline
-from elasticstate.horovod.calls import Call, CallKind
-from elasticstate.horovod.failures import CallUsageError
+from elasticstate.horovod.calls import Call, CallKind, CallUsageError
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 

@@ -22,8 +22,7 @@ from elasticstate.horovod.allreduce import (
     scale,
     torch_operation,
 )
-from elasticstate.horovod.calls import Call, CallKind, Members
-from elasticstate.horovod.failures import CallUsageError
+from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 

@@ -13,8 +13,7 @@ from elasticstate.horovod.allreduce import (
     reducible,
     torch_operation,
 )
-from elasticstate.horovod.calls import CallKind
-from elasticstate.horovod.failures import CallUsageError, failures_named
+from elasticstate.horovod.calls import CallKind, CallUsageError, failures_named
 from elasticstate.horovod.negotiation import CallHeader
 from elasticstate.horovod.optimizer import reducer_of
 from elasticstate.horovod.process_sets import members_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import elasticstate
-from elasticstate.horovod.failures import ArgumentUsageError
+from elasticstate.horovod.calls import ArgumentUsageError
 
 
 def run(

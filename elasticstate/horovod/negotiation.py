@@ -31,8 +31,7 @@ import elasticstate
 from elasticstate.errors import CollectiveError
 from elasticstate.extension import Channel, begin_call, end_call, ticks as ticks_of, world_generation
 from elasticstate.horovod import timeline
-from elasticstate.horovod.calls import Call, CallKind, Members
-from elasticstate.horovod.failures import CallUsageError, failures_named
+from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members, failures_named
 
 # --------------------------------------------------------------------------------------------------------------- offers
 # Offers: what each rank can contribute next, when the calls of the ranks differ and some of them need not wait.

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elasticstate.horovod import recording, world
-from elasticstate.horovod.calls import Members
-from elasticstate.horovod.failures import CallUsageError
+from elasticstate.horovod.calls import CallUsageError, Members
 
 
 class ProcessSet:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elasticstate import extension
 from elasticstate.horovod import timeline, world
-from elasticstate.horovod.failures import ArgumentUsageError
+from elasticstate.horovod.calls import ArgumentUsageError
 from elasticstate.horovod.timeline import Recorder
 
 _exit_in: int | None = None  # the process that closes its timeline when it ends: a forked child must not

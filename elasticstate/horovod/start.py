@@ -11,9 +11,8 @@ import torch
 import elasticstate
 from elasticstate.extension import Channel
 from elasticstate.horovod import calls, negotiation, timeline
-from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.calls import Call, CallKind, CallUsageError
 from elasticstate.horovod.collectives import refusal_of_root, start_broadcast
-from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 
 Parameters: TypeAlias = "Mapping[str, Any] | Iterable[tuple[str, Any]]"

@@ -19,8 +19,15 @@ from elasticstate import extension
 from elasticstate.errors import CollectiveError
 from elasticstate.extension import Channel, begin_call, end_call, world_generation, world_is_new
 from elasticstate.horovod import negotiation
-from elasticstate.horovod.calls import Call, CallKind, Members
-from elasticstate.horovod.failures import ArgumentUsageError, CallUsageError, NotInitializedError, failures_named
+from elasticstate.horovod.calls import (
+    ArgumentUsageError,
+    Call,
+    CallKind,
+    CallUsageError,
+    Members,
+    NotInitializedError,
+    failures_named,
+)
 
 # --------------------------------------------------------------------------------------------------------------- builds
 # Features of this installation, for scripts that choose by them.

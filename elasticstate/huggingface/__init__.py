@@ -24,9 +24,8 @@ from elasticstate.errors import UsageError
 
 if TYPE_CHECKING:
     from elasticstate.huggingface.accelerator import Accelerator
-    from elasticstate.huggingface.log_callback import LogCallback
     from elasticstate.huggingface.state import TrainingState, run
-    from elasticstate.huggingface.trainer import ElasticTrainer, Trainer
+    from elasticstate.huggingface.trainer import ElasticTrainer, LogCallback, Trainer
 
 _HOMES = {
     "Accelerator": "accelerator",

@@ -31,9 +31,8 @@ except ModuleNotFoundError as error:
         "elasticstate.lightning requires PyTorch Lightning. Install it with pip install 'elasticstate[lightning]'."
     ) from None
 
-from elasticstate.lightning.logger import LogLogger
 from elasticstate.lightning.state import LightningState
 from elasticstate.lightning.strategy import DDPStrategy
-from elasticstate.lightning.trainer import Trainer
+from elasticstate.lightning.trainer import LogLogger, Trainer
 
 __all__ = ["DDPStrategy", "LightningState", "LogLogger", "Trainer"]

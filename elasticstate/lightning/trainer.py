@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 
 import elasticstate as elastic
 from elasticstate.compat import libraries
@@ -16,6 +18,9 @@ from elasticstate.errors import NotInWorldError, UsageError
 from elasticstate.extension import set_random_state
 from elasticstate.lightning.state import METRICS, LightningState
 from elasticstate.lightning.strategy import IN_MEMORY, DDPStrategy
+
+# -------------------------------------------------------------------------------------------------------------- trainer
+
 
 _PLAIN_DDP = ("auto", "ddp")
 
@@ -223,3 +228,45 @@ def _check_options(options: dict[str, Any]) -> None:
     for plugin in plugins if isinstance(plugins, Iterable) and not isinstance(plugins, str) else [plugins]:
         if isinstance(plugin, ClusterEnvironment):
             raise UsageError(f"plugins={type(plugin).__name__}: elasticstate is the cluster environment. Remove it.")
+
+
+# --------------------------------------------------------------------------------------------------------------- logger
+# LogLogger: what a LightningModule logs, in a Log of elasticstate.
+
+
+class LogLogger(Logger):
+    """Logger of Lightning that passes metrics to a ``Log`` in the state, so that each step is written once::
+
+        state = LightningState(model, log=Log(TensorBoard("runs")))
+        ...
+        trainer = Trainer(state, logger=LogLogger(state))
+
+    All ranks log; rank 0 writes its own values. Hyperparameters are not logged.
+
+    Args:
+        state: the state that ``run`` passes to the function.
+        name: name of the log in the state.
+    """
+
+    def __init__(self, state: LightningState, name: str = "log") -> None:
+        super().__init__()
+        self._log, self._name = getattr(state, name), name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if step is not None:
+            self._log(int(step), metrics)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: a log has numbers only."""
+
+    def finalize(self, status: str) -> None:
+        if status == "success":
+            self._log.close()

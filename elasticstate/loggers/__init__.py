@@ -21,9 +21,7 @@ docs/guides/loggers.md has the guarantee and its limits.
 
 from __future__ import annotations
 
-from elasticstate.loggers.log import Log
-from elasticstate.loggers.progress_bar import ProgressBar
-from elasticstate.loggers.sink import Point, Sink
+from elasticstate.loggers.log import Log, Point, ProgressBar, Sink
 from elasticstate.loggers.tensorboard import TensorBoard
 from elasticstate.loggers.wandb import WandB
 

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticstate.loggers.sink import Point, Sink, job_name, required
+from elasticstate.loggers.log import (
+    Point,
+    Sink,
+    job_name,
+    required,
+)
 
 
 class TensorBoard(Sink):

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate.errors import UsageError
-from elasticstate.loggers.sink import Point, Sink, job_name, required
+from elasticstate.loggers.log import (
+    Point,
+    Sink,
+    TransactionLog,
+    job_name,
+    required,
+)
 from elasticstate.loggers.tensorboard import sync_file
-from elasticstate.loggers.transaction_log import TransactionLog
 
 _FINISH_S = 30.0
 _INTERVAL_S = 0.01

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 from elasticstate.log import logger
 from elasticstate.mpi import holder
+from elasticstate.net.control import reason_of
 from elasticstate.net.names import LOCALHOST
-from elasticstate.net.stream import reason_of
 from elasticstate.net.trust import NAME, Trust, read_token
 from elasticstate.options import inherited_environment
 
@@ -115,7 +115,7 @@ async def _dial(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the relay. Raises ConnectionError with the reason."""
     dialling = asyncio.ensure_future(asyncio.open_connection(*address, ssl=trust.client, server_hostname=NAME))
-    try:  # not asyncio.wait_for: see net/stream.py
+    try:  # not asyncio.wait_for: see net/control.py
         await asyncio.wait({dialling}, timeout=timeout_s)
         if not dialling.done():
             raise asyncio.TimeoutError

@@ -30,7 +30,7 @@ from elasticstate.state.divergence import Exclusions
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
 from elasticstate.state.quick_capture import QuickCapture
-from elasticstate.state.value_names import Kinds
+from elasticstate.state.session import Kinds
 from elasticstate.state.values import (
     CANNOT_BE_PICKLED,
     Captured,

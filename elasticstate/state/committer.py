@@ -36,15 +36,22 @@ from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.buffer import Buffer, CommitStorage, Growth, Incoming
-from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.layout import digest
 from elasticstate.state.peer import PeerCopies, Peers
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard, copies_with_own
-from elasticstate.state.session import HeldCommits, Session, SoloSession
+from elasticstate.state.session import (
+    Channel,
+    HeldCommits,
+    Kinds,
+    Session,
+    SoloSession,
+    channel_between,
+    compare_names,
+    number_of_names,
+)
 from elasticstate.state.snapshot import LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
-from elasticstate.state.value_names import Kinds, compare_names, number_of_names
 from elasticstate.state.values import Captured, Values
 
 # ----------------------------------------------------------------------------------------------------------- live state

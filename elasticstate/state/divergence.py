@@ -17,7 +17,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.log import logger
-from elasticstate.state.channel import Channel
+from elasticstate.state.session import Channel
 from elasticstate.state.values import Leaf, Row, Tree
 
 MAX_NAMES = 20  # maximum number of names in each rank's report

@@ -17,18 +17,18 @@ from elasticstate.durable.copies import (
     DamagedCopyError,
     IncompleteCopyError,
     Manifest,
+    StorageHangsError,
+    StoredCopies,
     UntrustedCopyError,
 )
 from elasticstate.durable.parts import PartReader
-from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.private import PlantedFileError
 from elasticstate.state.buffer import LENGTH_BYTES, Incoming
-from elasticstate.state.channel import Channel
 from elasticstate.state.committer import Committer
 from elasticstate.state.reshard import StoredParts, frame_of
-from elasticstate.state.session import Session
+from elasticstate.state.session import Channel, Session
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured
 

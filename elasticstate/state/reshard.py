@@ -26,11 +26,9 @@ from elasticstate._native import copy_runs
 from elasticstate.commits import Shard
 from elasticstate.compat import dtensors
 from elasticstate.compat.dtensors import Split
-from elasticstate.core.texts import listed
-from elasticstate.core.types import CopyOf, ShardSource, SlotId
-from elasticstate.durable.copies import DamagedCopyError, Manifest
+from elasticstate.core.types import CopyOf, ShardSource, SlotId, listed
+from elasticstate.durable.copies import DamagedCopyError, Manifest, StoredCopies
 from elasticstate.durable.parts import PartReader
-from elasticstate.durable.reader import StoredCopies
 from elasticstate.errors import CollectiveError, CopyError, StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.buffer import LENGTH_BYTES, Buffer, dtype_name

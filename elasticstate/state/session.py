@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+import torch
 import torch.distributed as dist
 
-from elasticstate.core.types import CommitId, ShardSource
-from elasticstate.errors import UsageError
+from elasticstate.core.types import CommitId, ShardSource, listed
+from elasticstate.errors import StateError, UsageError
 from elasticstate.options import refusal_of_other_launchers, worker_environment
+from elasticstate.state.layout import digest
 from elasticstate.state.reshard import CopyReader
+
+# -------------------------------------------------------------------------------------------------------------- session
+
 
 FAILED_COLLECTIVE = (
     "a collective of this world has failed, and the script has caught its error, so this step was not trained on all "
@@ -216,3 +223,172 @@ class SoloSession:
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         raise AssertionError("nothing is sent outside a world")
+
+
+# -------------------------------------------------------------------------------------------------------------- channel
+# Collectives for the state: broadcasts from one rank of a group, and gathers among all ranks.
+
+
+CHUNK_BYTES = 1 << 30  # size of one broadcast, because the timeout of a process group applies to each collective
+FIRST_BYTES = 1 << 15  # of a message travel with its length: a collective costs more than these bytes
+_LENGTH_BYTES = 8
+
+
+class Channel:
+    """Broadcasts from one rank of a group, and gathers among all of its ranks.
+
+    Args:
+        group: the process group; None is the default group.
+        root: rank within the group that sends.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, root: int) -> None:
+        default = dist.group.WORLD
+        chosen = group if group is not None else default
+        assert chosen is not None, "a generation always has a default process group"
+        self._group = chosen
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = root
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send or receive ``uint8[n]`` in place, one collective for each ``CHUNK_BYTES``."""
+        for begin in range(0, data.numel(), CHUNK_BYTES):
+            self._broadcast(data[begin : begin + CHUNK_BYTES])
+
+    def send(self, message: bytes) -> None:
+        """Broadcast a message: one collective, or more if it is longer than ``FIRST_BYTES``."""
+        whole = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        sent = torch.frombuffer(bytearray(whole.ljust(FIRST_BYTES)), dtype=torch.uint8)
+        self._broadcast(sent[:FIRST_BYTES])
+        self.broadcast(sent[FIRST_BYTES:])
+
+    def receive(self) -> bytes:
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        self._broadcast(first)
+        whole = first.numpy().tobytes()
+        end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
+        rest = torch.empty(max(0, end - FIRST_BYTES), dtype=torch.uint8)
+        self.broadcast(rest)
+        return whole[_LENGTH_BYTES:end] + rest.numpy().tobytes()
+
+    def numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of each rank, by rank. All ranks pass equally many numbers. One collective."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        return [row.tolist() for row in self._gather(mine)]
+
+    def messages_of_all(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank. Two collectives."""
+        lengths = [length for (length,) in self.numbers_of_all([len(message)])]
+        padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
+        rows = self._gather(padded)
+        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        self._group.broadcast([data], self._options).wait()
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([rows], [mine]).wait()
+        return rows
+
+
+def channel_between(session: Session, root: int, lacking: Sequence[int]) -> Channel:
+    """Return the channel from the root of a sync to the ranks that lack the state."""
+    ranks = taking_part(root, lacking)
+    return Channel(session.process_group_for(ranks), ranks.index(root))
+
+
+def taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks of a sync, ascending."""
+    return tuple(sorted({root, *lacking}))
+
+
+# ---------------------------------------------------------------------------------------------------------- value names
+# Comparison of the value names of the root with those of the ranks that need the root's state, before a sync.
+
+
+Kinds = dict[str, bool]
+"""For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
+
+
+def number_of_names(kinds: Kinds) -> int:
+    """Return a digest of 63 bits, which differs if the kinds differ."""
+    return digest(msgspec.msgpack.encode(sorted(kinds.items()))) >> 1
+
+
+def compare_names(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:
+    """Raise StateError if this rank cannot take part in a sync, before anything is sealed, sent or written.
+
+    If only other ranks cannot, this rank continues. The sync or the training then fails with the generation. The
+    arguments are those of ``find_refused``; ``lacking``: the ranks that get the state.
+    """
+    ranks = taking_part(session.root, lacking)
+    refused = find_refused(channel, ranks, session.root, kinds, has_commit)
+    if session.rank in refused:
+        raise StateError(refused[session.rank])
+
+
+def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds, has_commit: bool) -> dict[int, str]:
+    """Return the text of the error for each rank that cannot take part in the sync. All ``ranks`` return the same.
+
+    These are all ``ranks`` if the root has no commit: then the job has not trained yet. In a running job, these are
+    the ranks that differ from the root, because the error of a newcomer must not end the other workers.
+
+    If all ranks are equal, this takes one small collective.
+
+    Args:
+        channel: of ``ranks``, which are ascending.
+        kinds: those of this rank.
+        has_commit: True if this rank holds a commit. Only the root's answer counts.
+    """
+    numbers = channel.numbers_of_all([number_of_names(kinds)])
+    if all(row == numbers[0] for row in numbers):
+        return {}
+    messages = channel.messages_of_all(msgspec.msgpack.encode((kinds, has_commit)))
+    states = {
+        rank: msgspec.msgpack.decode(message, type=tuple[Kinds, bool])
+        for rank, message in zip(ranks, messages, strict=True)
+    }
+    expected, is_running = states[root]
+    different: dict[str, list[int]] = {}
+    for rank, (found, _) in states.items():
+        for difference in _differences(expected, found, root, is_running):
+            different.setdefault(difference, []).append(rank)
+    if not different:
+        return {}
+    parts = listed((_on_ranks(difference, of) for difference, of in different.items()), "; ")
+    text = (
+        f"Ranks have states of different values: {parts}. Construct the state with the same names and kinds of values "
+        "on every rank."
+    )
+    refused = itertools.chain(*different.values()) if is_running else ranks
+    return dict.fromkeys(sorted(refused), text)
+
+
+def _differences(expected: Kinds, found: Kinds, root: int, is_running: bool) -> Iterator[str]:
+    """Yield texts that ``_on_ranks`` completes with the ranks that differ in this way.
+
+    In a running job, the root may have replaced an object by a plain value: then the newcomer's is replaced, too. The
+    opposite is a difference, as a plain value cannot load the state of an object.
+    """
+    if lacking := [name for name in expected if name not in found]:
+        yield f"{{who}} {{lack}} {_quoted(lacking)}, which rank {root} has"
+    if surplus := [name for name in found if name not in expected]:
+        yield f"{{who}} {{have}} {_quoted(surplus)}, which rank {root} lacks"
+    for name in expected:
+        if name in found and found[name] != expected[name] and (expected[name] or not is_running):
+            yield f"{name!r} is {_kind(found[name])} on {{who}}, and {_kind(expected[name])} on rank {root}"
+
+
+def _on_ranks(difference: str, ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return difference.format(who=f"rank {ranks[0]}", lack="lacks", have="has")
+    return difference.format(who=f"ranks {listed(map(str, ranks))}", lack="lack", have="have")
+
+
+def _quoted(names: list[str]) -> str:
+    return listed(map(repr, names))
+
+
+def _kind(has_state_dict: bool) -> str:
+    return "an object with state_dict()" if has_state_dict else "a value without state_dict()"

@@ -47,7 +47,7 @@ from elasticstate.state.optimizer_state import (
     plain_groups,
 )
 from elasticstate.state.quick_capture import QuickCapture
-from elasticstate.state.value_names import Kinds
+from elasticstate.state.session import Kinds
 from elasticstate.state.values import (
     Captured,
     Parts,

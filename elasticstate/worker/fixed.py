@@ -24,7 +24,7 @@ from elasticstate.compat.process_groups import (
     TCPStore,
     rendezvous,
 )
-from elasticstate.core.assignment import fixed_placement
+from elasticstate.core.state import fixed_placement
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.log import logger

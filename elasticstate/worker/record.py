@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, overload
 
-from elasticstate import error_file, present_world
+from elasticstate import present_world, tracebacks
 from elasticstate.errors import NotInWorldError
 from elasticstate.log import logger
 from elasticstate.options import error_file_path, worker_environment
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class ErrorHandler:
-    """Writer of the exception that ends a worker, into the worker's error file (see ``elasticstate/error_file.py``).
+    """Writer of the exception that ends a worker, into the worker's error file (see ``elasticstate/tracebacks.py``).
 
     ``run`` and ``record`` each use one. To extend it, for example with a report to a service of your own or with more
     fields in the file, pass an instance of a subclass::
@@ -42,7 +42,7 @@ class ErrorHandler:
         place: dict[str, int | None] = {"rank": None, "generation": None}
         with suppress(NotInWorldError):
             place = {"rank": present_world.rank(), "generation": present_world.generation()}
-        return error_file.describe(
+        return tracebacks.describe(
             error,
             time_ns,
             host=worker.host if worker is not None else None,
@@ -57,7 +57,7 @@ class ErrorHandler:
         """Write the error file, if the agent has set one. Called once, with the exception that leaves the script."""
         path = error_file_path()
         if path:
-            error_file.write(path, self.describe(error, time_ns, tick))
+            tracebacks.write(path, self.describe(error, time_ns, tick))
 
 
 def handle(handler: ErrorHandler, error: BaseException, time_ns: int, tick: int | None = None) -> None:

@@ -44,7 +44,7 @@ from watching import cpu_s, page, scrape
 from elasticstate.agent.worker import stamps_interval_s
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import codec, messages
-from elasticstate.net.stream import Stream
+from elasticstate.net.control import Stream
 from elasticstate.net.trust import NAME, Trust
 
 SLOTS = 8

@@ -28,11 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from elasticstate.copies.client import CopyClient  # noqa: E402
 from elasticstate.copies.pusher import Target  # noqa: E402
-from elasticstate.core.types import (  # noqa: E402
-    CommitId,
-    CopyOf,
-    SlotId,
-)
+from elasticstate.core.types import CommitId, CopyOf, SlotId  # noqa: E402
 from tests.kit.commits import KEY, Host  # noqa: E402
 
 MB = 1 << 20

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from elasticstate.cli import main
-from elasticstate.core.texts import number_of
+from elasticstate.core.types import number_of
 from elasticstate.history.page import duration
 from tests.kit.chrome_format import checked, lanes
 from tests.kit.job import Hosts, Job

@@ -12,8 +12,7 @@ from types import TracebackType
 
 from elasticstate._native import ControlPage, checksum
 from elasticstate.commits import commit_tag, owner_of, part_tag
-from elasticstate.copies.pusher import Target
-from elasticstate.copies.service import HostCopies
+from elasticstate.copies.pusher import HostCopies, Target
 from elasticstate.copies.store import CopyStore, Sealed, layout_digest
 from elasticstate.core.types import CommitId, SlotId
 

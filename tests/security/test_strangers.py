@@ -22,9 +22,8 @@ from typing import NamedTuple
 import pytest
 
 from elasticstate.net import codec, messages, trust
-from elasticstate.net.control import ask_status
+from elasticstate.net.control import ask_status, dial
 from elasticstate.net.strangers import MAX_UNAUTHENTICATED
-from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust
 from tests.kit.job import Job
 from tests.kit.strangers import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-from elasticstate import error_file
+from elasticstate import tracebacks
 from elasticstate.worker.record import ErrorHandler, record as our_record
 
 
@@ -26,7 +26,7 @@ def raised() -> ValueError:
 
 def test_torch_reads_what_we_write(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
-    assert error_file.write(path, error_file.describe(raised(), 1_790_000_000_123_456_789, rank=3))
+    assert tracebacks.write(path, tracebacks.describe(raised(), 1_790_000_000_123_456_789, rank=3))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=path)
     assert failure.timestamp == 1_790_000_000
     assert "ValueError: no" in ChildFailedError("train", {0: failure}).format_msg()
@@ -34,11 +34,11 @@ def test_torch_reads_what_we_write(tmp_path: Path) -> None:
 
 def test_what_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "error"
-    error_file.write(str(path), error_file.describe(raised(), 5, rank=3))
+    tracebacks.write(str(path), tracebacks.describe(raised(), 5, rank=3))
     content = json.loads(path.read_text())
     assert content["message"]["message"] == "ValueError: no"
     assert content["worker"] == {"chain": ["ValueError: no", "KeyError: 'x'"], "time_ns": 5, "rank": 3}
-    found = error_file.read(str(path))
+    found = tracebacks.read(str(path))
     assert found is not None
     assert found.time_ns == 5
     assert found.text == content["message"]["extraInfo"]["py_callstack"]
@@ -54,7 +54,7 @@ def test_we_read_what_torch_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(ValueError, match="torch's"):
         main()
-    found = error_file.read(str(path))
+    found = tracebacks.read(str(path))
     assert found is not None
     assert "ValueError: torch's" in found.text
     assert found.time_ns == path.stat().st_mtime_ns
@@ -71,13 +71,13 @@ def test_the_first_exception_is_the_one_that_counts(tmp_path: Path, monkeypatch:
 
     with pytest.raises(ValueError, match="later"):
         main()
-    found = error_file.read(str(path))
+    found = tracebacks.read(str(path))
     assert found is not None
     assert found.time_ns == 1
     assert [file.name for file in tmp_path.iterdir()] == ["error"]
-    error_file.forget(str(path))
-    error_file.forget(str(path))
-    assert error_file.read(str(path)) is None
+    tracebacks.forget(str(path))
+    tracebacks.forget(str(path))
+    assert tracebacks.read(str(path)) is None
 
 
 class Mute(Exception):
@@ -91,8 +91,8 @@ class Mute(Exception):
 
 def test_an_exception_that_cannot_be_pickled_or_printed_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
-    assert error_file.write(path, error_file.describe(Mute(), 1))
-    found = error_file.read(path)
+    assert tracebacks.write(path, tracebacks.describe(Mute(), 1))
+    found = tracebacks.read(path)
     assert found is not None
     assert "Mute" in found.text
 
@@ -128,13 +128,13 @@ def test_a_handler_of_ones_own_says_more_and_its_faults_hide_nothing(
 def test_rubbish_is_no_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "error"
     path.write_text(content)
-    assert error_file.read(str(path)) is None
+    assert tracebacks.read(str(path)) is None
 
 
 def test_a_text_that_is_too_long_keeps_its_ends(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
-    error_file.write(path, error_file.describe(ValueError("x" * 100_000), 1))
-    found = error_file.read(path)
+    tracebacks.write(path, tracebacks.describe(ValueError("x" * 100_000), 1))
+    found = tracebacks.read(path)
     assert found is not None
     assert len(found.text) <= 32 * 1024
     assert found.text.startswith("ValueError: xxx")

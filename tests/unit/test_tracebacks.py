@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elasticstate import TorchState, error_file, tracebacks
+from elasticstate import TorchState, tracebacks
 from elasticstate.errors import UsageError
 from elasticstate.options import kinds
 from elasticstate.present_world import world
@@ -65,7 +65,7 @@ def test_without_a_frame_of_the_script_only_the_message_remains() -> None:
 
 
 def test_the_error_file_has_the_short_traceback() -> None:
-    message = error_file.describe(raised(world), 1)["message"]
+    message = tracebacks.describe(raised(world), 1)["message"]
     assert "present_world.py" not in message["extraInfo"]["py_callstack"]
 
 

@@ -20,7 +20,7 @@ from elasticstate.core.state import (
     Worker,
 )
 from elasticstate.core.step import Membership
-from elasticstate.core.texts import listed
+from elasticstate.core.types import listed
 from elasticstate.driver.job import JobState
 from elasticstate.driver.status import DurableFigures, ShardsOverview, host_state, overview_of, worker_state
 from elasticstate.failures import WorkerFailure

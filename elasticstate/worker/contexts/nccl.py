@@ -28,7 +28,7 @@ from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import ANY_NCCL, WorkerEnvironment, environment_variable, set_unless_given
-from elasticstate.worker.contexts import addresses, device as devices
+from elasticstate.worker.contexts import addresses, context as devices
 from elasticstate.worker.contexts.context import Fault, Rendezvous, TorchGroups
 from elasticstate.worker.contexts.gloo import GlooGroups
 from elasticstate.worker.replacement import exit_for_replacement

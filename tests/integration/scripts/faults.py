@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import elasticstate as elastic
 from elasticstate.options import worker_environment
-from elasticstate.state.channel import Channel
 from elasticstate.state.peer import PeerReader
+from elasticstate.state.session import Channel
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous
 from elasticstate.worker.loop import Regrouper

@@ -11,7 +11,6 @@ from math import inf
 
 from elasticstate.core import commits, partition, types as t
 from elasticstate.core.figures import NAMES
-from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting
 from elasticstate.core.state import (
@@ -19,6 +18,7 @@ from elasticstate.core.state import (
     Finishing,
     Host,
     Over,
+    Policy,
     Running,
     Waiting,
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from elasticstate.core import types as t
-from elasticstate.core.keepers import keeper_of, keeps
+from elasticstate.core.worlds import keeper_of, keeps
 from tests.kit.simulation.job import HOSTS, Job
 from tests.kit.simulation.workers import Content, Failed, Group, OwnError, Retained, Worker
 

@@ -14,11 +14,11 @@ from typing import Any
 from hypothesis import Phase, given, seed, settings
 
 from elasticstate.core import types as t
-from elasticstate.core.policy import Policy
 from elasticstate.core.state import (
     Finishing,
     Forming,
     Membership,
+    Policy,
     Running,
     Stopping,
     Worker,

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate import error_file
+from elasticstate import tracebacks
 from elasticstate.agent.worker import Ending, cause_of_death, count_oom_kills
 
 
 def test_the_error_file_comes_before_the_end_of_stderr(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
-    error_file.write(path, error_file.describe(ValueError("mine"), 7))
-    assert cause_of_death(Ending(1, None, "noise"), error_file.read(path), 0, 0) == ("ValueError: mine\n", 7)
+    tracebacks.write(path, tracebacks.describe(ValueError("mine"), 7))
+    assert cause_of_death(Ending(1, None, "noise"), tracebacks.read(path), 0, 0) == ("ValueError: mine\n", 7)
     text, time_ns = cause_of_death(Ending(1, None, "noise"), None, 0, 0)
     assert (text, time_ns > 7) == ("noise", True)
 
 
 def test_who_ends_well_has_no_cause(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
-    error_file.write(path, error_file.describe(ValueError("caught after all"), 7))
-    assert cause_of_death(Ending(0, None, "noise"), error_file.read(path), 0, 0)[0] == ""
+    tracebacks.write(path, tracebacks.describe(ValueError("caught after all"), 7))
+    assert cause_of_death(Ending(0, None, "noise"), tracebacks.read(path), 0, 0)[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_a_process_group_that_is_missing_is_told_with_the_place_for_it(call: str
 
 def test_the_same_in_the_error_file(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
-    error_file.write(path, error_file.describe(KeyError("RANK"), 7))
-    text, time_ns = cause_of_death(Ending(1, None, "noise"), error_file.read(path), 0, 0)
+    tracebacks.write(path, tracebacks.describe(KeyError("RANK"), 7))
+    text, time_ns = cause_of_death(Ending(1, None, "noise"), tracebacks.read(path), 0, 0)
     assert text.startswith("KeyError: 'RANK'\nelasticrun sets RANK")
     assert time_ns == 7
 

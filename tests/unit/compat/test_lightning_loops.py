@@ -11,15 +11,15 @@ import lightning.pytorch as pl
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from elasticstate.compat import absent_names, libraries
+from elasticstate.compat import libraries
 
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    absent_names.warn_absent.cache_clear()
+    libraries.warn_absent.cache_clear()
     with caplog.at_level(logging.WARNING, "elasticstate"):
         yield caplog
-    absent_names.warn_absent.cache_clear()
+    libraries.warn_absent.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::Warning:lightning")

@@ -5,7 +5,7 @@ import asyncio.sslproto
 import sys
 import threading
 
-import elasticstate.net.stream  # noqa: F401 - sets the buffer size
+import elasticstate.net.control  # noqa: F401 - sets the buffer size
 from elasticstate.compat import standard_library
 
 
@@ -25,6 +25,6 @@ def test_a_thread_gets_its_arguments() -> None:
 def test_tls_connections_have_a_buffer_of_a_set_size() -> None:
     size = getattr(asyncio.sslproto.SSLProtocol, "max_size", None)
     if sys.version_info >= (3, 11):
-        assert size == 1 << 14, "net/stream.py has set it"
+        assert size == 1 << 14, "net/control.py has set it"
     standard_library.set_tls_buffer_bytes(size or 1 << 14)
     assert getattr(asyncio.sslproto.SSLProtocol, "max_size", None) == size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from elasticstate.core.assignment import NEWCOMER, assign
+from elasticstate.core.state import NEWCOMER, assign
 from elasticstate.core.types import WorkerId
 from tests.kit.simulation.oracle import naive_placements
 

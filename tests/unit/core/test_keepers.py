@@ -9,9 +9,9 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.commits import has_job_state
-from elasticstate.core.keepers import choose_keepers, keeper_of, keeps
 from elasticstate.core.state import Draft, Worker
 from elasticstate.core.step import new_membership
+from elasticstate.core.worlds import choose_keepers, keeper_of, keeps
 from tests.kit.policy import policy_of
 
 OLD, NEW, NONE = t.CommitId(1, 4), t.CommitId(2, 9), t.CommitId(0, 0)

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from elasticstate.core.texts import exception_line
+from elasticstate.core.types import exception_line
 
 
 def trace(*, cause: bool) -> str:

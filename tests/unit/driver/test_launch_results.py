@@ -19,8 +19,14 @@ from elasticstate.core.types import (
     WorkerExited,
     WorkerId,
 )
-from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, LaunchResults, result_name, slots_of
-from elasticstate.driver.report import Outcome
+from elasticstate.driver.report import (
+    OUTCOME_FILE,
+    LaunchOutcome,
+    LaunchResults,
+    Outcome,
+    result_name,
+    slots_of,
+)
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from tests.kit.policy import policy_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticstate.core.assignment import assign
+from elasticstate.core.state import assign
 from elasticstate.core.step import new_membership, step
 from elasticstate.core.types import (
     CommitId,

@@ -20,11 +20,12 @@ from elasticstate.durable.copies import (
     STORAGE,
     DamagedCopyError,
     IncompleteCopyError,
+    StorageHangsError,
+    StoredCopies,
     copy_name,
     failure_of,
 )
 from elasticstate.durable.parts import PartReader
-from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.durable.storage import absolute, open_storage, refuse
 from elasticstate.durable.upload import upload
 from tests.kit.durable import Sent, commit_of, order

@@ -15,11 +15,11 @@ from elasticstate.durable.copies import (
     BLOCK_BYTES,
     DamagedCopyError,
     Manifest,
+    StoredCopies,
     copy_name,
     read_manifest,
 )
 from elasticstate.durable.export import export
-from elasticstate.durable.reader import StoredCopies
 from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import StagedPart, UploadOrder, upload
 from elasticstate.errors import CollectiveError

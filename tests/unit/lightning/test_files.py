@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.lightning.files import CheckpointFiles
+from elasticstate.lightning.strategy import CheckpointFiles
 
 
 class Folder:

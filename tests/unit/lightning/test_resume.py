@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import elasticstate as elastic
 from elasticstate.lightning import LightningState, Trainer
-from elasticstate.lightning.loader import TrainingBatches
+from elasticstate.lightning.state import TrainingBatches
 from tests.unit.lightning.conftest import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning")

@@ -14,7 +14,12 @@ from hypothesis import given, settings, strategies as st
 
 import elasticstate as elastic
 from elasticstate.errors import UsageError
-from elasticstate.loggers import Log, Point, Sink, log as log_module
+from elasticstate.loggers import (
+    Log,
+    Point,
+    Sink,
+    log as log_module,
+)
 
 EVERY, COMMIT_EVERY, STEPS = 3, 2, 14
 ALL = log_module._ALL

@@ -14,8 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from elasticstate.errors import UsageError
 from elasticstate.loggers import Point, ProgressBar, Sink, TensorBoard, WandB
-from elasticstate.loggers.sink import required
-from elasticstate.loggers.transaction_log import TransactionLog
+from elasticstate.loggers.log import TransactionLog, required
 
 BEGINNING = """
 import pathlib, sys, wandb

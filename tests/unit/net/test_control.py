@@ -14,8 +14,13 @@ import pytest
 
 from elasticstate.core.types import WorkerId
 from elasticstate.net import codec, messages, strangers
-from elasticstate.net.control import AgentStream, ControlServer, DriverStream, ask_status
-from elasticstate.net.stream import dial
+from elasticstate.net.control import (
+    AgentStream,
+    ControlServer,
+    DriverStream,
+    ask_status,
+    dial,
+)
 from elasticstate.net.trust import NAME, Trust, make_token
 
 TOKEN = "t" * 32

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticstate.core.policy import Policy
+from elasticstate.core.state import Policy
 from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError

@@ -23,8 +23,8 @@ from elasticstate import commits
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError
 from elasticstate.state import TorchState
+from elasticstate.state.attached import RestoreTargets
 from elasticstate.state.base import committer_of
-from elasticstate.state.restore_targets import RestoreTargets
 from tests.kit.sharded import FileCopies, GroupMember, WorldServer, keepers, source
 from tests.kit.state import FileStorage
 

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from elasticstate.core.types import CommitId
-from elasticstate.state import ObjectState, TorchState, channel as channel_module, rng
+from elasticstate.state import (
+    ObjectState,
+    TorchState,
+    rng,
+    session as channel_module,
+)
 from elasticstate.state.base import committer_of
-from elasticstate.state.value_names import find_refused
+from elasticstate.state.session import find_refused
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:

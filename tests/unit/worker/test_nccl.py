@@ -21,7 +21,7 @@ from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.options import WorkerEnvironment, set_unless_given
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts import device, nccl
+from elasticstate.worker.contexts import context, nccl
 from elasticstate.worker.contexts.context import Context, Fault, TorchGroups
 from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
@@ -197,7 +197,7 @@ def test_an_error_is_judged_by_type_and_number(error: BaseException, fault: Faul
 
 @NO_CUDA
 def test_a_device_that_cannot_be_asked_does_not_answer() -> None:
-    assert not device.answers(torch.zeros(1), DEVICE, timedelta(seconds=5))
+    assert not context.answers(torch.zeros(1), DEVICE, timedelta(seconds=5))
 
 
 def test_a_call_comes_even_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +206,13 @@ def test_a_call_comes_even_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     called = threading.Event()
-    assert device.Aside(called.set, 1).join(10)
+    assert context.Aside(called.set, 1).join(10)
     assert called.is_set(), "an abort frees the other ranks"
 
 
 def test_whoever_waits_for_what_hangs_does_not() -> None:
     never = threading.Event()
-    aside = device.Aside(never.wait, None)
+    aside = context.Aside(never.wait, None)
     assert not aside.join(0.01)
     never.set()
     assert aside.join(10)
