@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from elasticstate.compat.libraries import warn_absent
+from elasticstate.compat import warn_absent
 
 Split: TypeAlias = "tuple[int, int] | None"
 """Placement on one dimension of a mesh: (dimension of the tensor, split factor), or None if the tensor is replicated.

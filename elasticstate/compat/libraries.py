@@ -1,57 +1,19 @@
-"""Private names of Accelerate 1.15.0 and Transformers 5.24.0. tests/unit/huggingface checks that these exist.
+"""Private names of Accelerate 1.15.0, Transformers 5.24.0, Lightning 2.6 and Ray 2.60.
 
-Both libraries keep the world in singletons that are created once in a process. There is no public way to clear them.
+Each library is imported inside of functions at most: a job uses one of them, and may not have the others. Tests in
+tests/unit/huggingface and tests/unit/compat check that the names exist.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Collection
-from importlib.metadata import PackageNotFoundError, version
-from platform import python_version
 from typing import Any
 
-from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
-from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
+from elasticstate.compat import warn_absent
 
-from elasticstate.log import logger
-
-# --------------------------------------------------------------------------------------------------------- absent names
-# Warnings about private names that the installed version of a library does not have.
-
-
-CHECKED = {"torch": "2.13", "Python": "3.11", "lightning": "2.6"}
-"""The versions in which the names of this package were checked."""
-
-
-@functools.cache
-def warn_absent(library: str, name: str, effect: str) -> None:
-    """Log once that the installed library does not have this name. ``effect``: the consequence, as a clause."""
-    logger.warning(
-        "%s %s has no %s, so %s. Install %s %s, or a newer version of elasticstate.",
-        library,
-        _installed(library),
-        name,
-        effect,
-        library,
-        CHECKED[library],
-    )
-
-
-def _installed(library: str) -> str:
-    if library == "Python":
-        return python_version()
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "(unknown version)"
-
-
-# ------------------------------------------------------------------------------------------------------------ libraries
-
-
-# --------------------------------------------------------------------------------------------------------- hugging face
+# ------------------------------------------------------------------------------------------ Accelerate and Transformers
+# Both libraries keep the world in singletons that are created once in a process. There is no public way to clear them.
 
 
 TRAINER_METHODS = ("_init_training_state",)
@@ -63,6 +25,8 @@ TRAINER_ATTRIBUTES = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged
 
 def clear_singletons() -> None:
     """Make Accelerate read rank and size again. Otherwise it continues with those of an earlier world."""
+    from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -72,6 +36,8 @@ def set_local_place(place: int) -> None:
 
     Both libraries decide this by the local rank. Where a host has several GPUs, that is the device index, the slot.
     """
+    from accelerate.state import PartialState
+
     PartialState.is_local_main_process = property(lambda _: place == 0)
     if arguments := sys.modules.get("transformers.training_args"):
         arguments.TrainingArguments.local_process_index = property(lambda _: place)
@@ -79,6 +45,8 @@ def set_local_place(place: int) -> None:
 
 def knows_world() -> bool:
     """Return True if Accelerate has read rank and size since ``clear_singletons``."""
+    from accelerate.state import PartialState
+
     return bool(PartialState._shared_state)
 
 
@@ -88,13 +56,13 @@ def forget_preparation(model: Any) -> None:
     In a world of one, ``prepare`` marks the model (``Accelerator.prepare``, accelerator.py). A marked model never gets
     its DistributedDataParallel wrapper. For mixed precision, ``prepare`` also wraps ``forward``, again in each world.
     """
+    from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
+
     extract_model_from_parallel(model, keep_fp32_wrapper=False)
     model.__dict__.pop("_is_accelerate_prepared", None)
 
 
-# ------------------------------------------------------------------------------------------------------ lightning loops
-# Private names of PyTorch Lightning. Checked with lightning 2.6. This module does not import it.
-#
+# ------------------------------------------------------------------------------------------------------------ Lightning
 # - ``Trainer._signal_connector.register_signal_handlers``: it handles SIGTERM by a broadcast, in one rank alone. The
 #   worker's own handler makes SIGTERM a preemption notice. No option turns Lightning's off, except in its Slurm plugin.
 # - ``Trainer.fit_loop.epoch_loop._batches_that_stepped``: the step that loggers get. Lightning adds one to it when it
@@ -146,12 +114,14 @@ def _do_nothing() -> None:
     pass
 
 
-# ---------------------------------------------------------------------------------------------------------- ray cluster
-# Draining nodes of Ray, which its public Python API does not show. Checked with Ray 2.60.
+# ------------------------------------------------------------------------------------------------------------------ Ray
 
 
 def draining_nodes() -> Collection[str]:
-    """Return the ids of the nodes that are being drained. The process is connected to the cluster."""
+    """Return the ids of the nodes that are being drained, which Ray's public Python API does not show.
+
+    The process is connected to the cluster.
+    """
     from ray._private.state import state  # type: ignore[import-not-found,unused-ignore]
 
     ids: dict[str, int] = state.get_draining_nodes()  # Ray Serve uses it for the same purpose

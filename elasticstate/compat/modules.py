@@ -1,4 +1,4 @@
-"""Private names of torch.nn. Checked with torch 2.13.
+"""Private names of torch's modules, optimizers and loaders. Checked with torch 2.13 and torchdata 0.11.
 
 - ``Module._parameters``, ``_buffers``, ``_modules``: ``named_parameters`` and similar methods take three walks, and do
   not yield buffers that are None.
@@ -6,6 +6,9 @@
 - ``torch._dynamo.eval_frame.OptimizedModule._orig_mod``: the module that ``torch.compile(module)`` has wrapped. Not
   imported here: the import of the compiler takes a second.
 - ``torch.nn.modules.batchnorm._NormBase``: base class of batch and instance norms, also of those of other packages.
+- ``GradScaler._per_optimizer_states``: the optimizers that ``unscale_`` was called for since the last ``update``. No
+  public method resets it without changing the scale.
+- ``DataLoader._iterator``, and attributes of the loaders of torchdata: see the functions.
 """
 
 from __future__ import annotations
@@ -19,11 +22,8 @@ import torch
 from torch.nn.modules import batchnorm, instancenorm
 from torch.utils.data import DataLoader
 
-from elasticstate.compat.libraries import warn_absent
+from elasticstate.compat import warn_absent
 from elasticstate.errors import UsageError
-
-# -------------------------------------------------------------------------------------------------------------- modules
-
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -93,13 +93,6 @@ NORMS = _norms()
 """Base classes of the modules with running statistics. Without ``_NormBase``: the classes of torch itself."""
 
 
-# ----------------------------------------------------------------------------------------------------------- optimizers
-# Private names of optimizers, schedulers and gradient scalers. Checked with torch 2.13.
-#
-# ``GradScaler._per_optimizer_states``: the optimizers that ``unscale_`` was called for since the last ``update``. No
-# public method resets it without changing the scale.
-
-
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     """Make ``unscale_`` possible again after a step that did not end. Otherwise it raises "already been called"."""
     states: Any = getattr(scaler, "_per_optimizer_states", None)
@@ -119,10 +112,6 @@ def has_scheduler(optimizer: Any) -> bool:
     ``LRScheduler`` replaces ``optimizer.step`` by a function with this private mark. torch has no public name for it.
     """
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
-# -------------------------------------------------------------------------------------------------------------- loaders
-# Private attributes of the loaders of torch (checked with 2.13) and torchdata (0.11).
 
 
 def end_persistent_workers(loader: DataLoader[Any]) -> None:

@@ -12,6 +12,10 @@
 - ``ProcessGroupGloo._Options`` with ``_devices`` and ``_timeout``: torch offers no public way to give the address at
   which a Gloo group listens. Its default is the one that the host's name resolves to, or 127.0.0.1.
 - ``distributed_c10d.ProcessGroupMPI`` and ``_MPI_AVAILABLE``: the class that creates the groups of torch's MPI backend.
+- ``torch._C._distributed_c10d._dump_fr_trace_json``: returns the records of torch's flight recorder as JSON, also with
+  Gloo. torch records if ``TORCH_FR_BUFFER_SIZE`` is set when the first group is created.
+- The stores, and ``rendezvous``, which makes one, are documented. torch does not list some of them in
+  ``torch.distributed.__all__``, so type checkers take these for private names.
 """
 
 from __future__ import annotations
@@ -27,11 +31,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore, distributed_c10d, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from elasticstate.compat.libraries import CHECKED, warn_absent
+from elasticstate.compat import CHECKED, warn_absent
 from elasticstate.errors import UsageError
 
-# ------------------------------------------------------------------------------------------------------- process groups
-
+__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "rendezvous"]
 
 DEFAULT_TIMEOUTS = (
     None,
@@ -224,23 +227,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-# --------------------------------------------------------------------------------------------------------------- stores
-# The stores of torch.distributed, and ``rendezvous``, which makes one. Checked with torch 2.13.
-#
-# The names are documented. torch does not list some of them in ``torch.distributed.__all__``, so type checkers take
-# these for private names.
-
-
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "rendezvous"]
-
-
-# ------------------------------------------------------------------------------------------------------ flight recorder
-# The last collectives of this process, from torch's flight recorder. Checked with torch 2.13.
-#
-# ``torch._C._distributed_c10d._dump_fr_trace_json`` returns the records as JSON, also with Gloo. torch records if
-# ``TORCH_FR_BUFFER_SIZE`` is set when the first group is created. There is no public function for them.
-
-
 _MOST = 128  # records in one report
 
 
@@ -254,8 +240,6 @@ class RecordedCollective(NamedTuple):
 
 def last_collectives(since_ns: int) -> tuple[RecordedCollective, ...]:
     """Return the last collectives that this process has entered since ``since_ns`` (unix time), oldest first."""
-    import torch  # here, so that the sentinel can be imported without torch
-
     c10d: Any = getattr(torch._C, "_distributed_c10d", None)
     dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", None)
     if dump is None:

@@ -18,7 +18,7 @@ import traceback
 from asyncio import sslproto
 from collections.abc import Callable
 
-from elasticstate.compat.libraries import warn_absent
+from elasticstate.compat import warn_absent
 
 _MAX_SIZE = "max_size"
 

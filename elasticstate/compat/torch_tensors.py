@@ -23,10 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elasticstate._native import counters_of, integers_of
-from elasticstate.compat.libraries import warn_absent
-
-# -------------------------------------------------------------------------------------------------------------- tensors
-
+from elasticstate.compat import warn_absent
 
 _foreach_copy: Any = getattr(torch, "_foreach_copy_", None)
 

@@ -12,7 +12,7 @@ import elasticstate.worker.script as script  # noqa: I001  (first: its exit func
 
 import os
 
-from elasticstate.worker.contexts.gloo import watch_models
+from elasticstate.worker.gloo_rest import watch_models
 
 
 def main() -> None:

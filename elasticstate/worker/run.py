@@ -14,8 +14,8 @@ from elasticstate.errors import UsageError
 from elasticstate.net.link import report_use_of_run
 from elasticstate.options import forget_plain_variables, launched_place, worker_environment
 from elasticstate.state.base import State
-from elasticstate.worker.contexts.gloo import models_unwatched
 from elasticstate.worker.fixed import FixedLoop, SoloLoop
+from elasticstate.worker.gloo_rest import models_unwatched
 from elasticstate.worker.loop import WorkerLoop
 from elasticstate.worker.record import ErrorHandler
 

@@ -27,7 +27,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from elasticstate._native import exit_after_finalization, exit_at_latest
-from elasticstate.worker.contexts.gloo import rest
+from elasticstate.worker.gloo_rest import rest
 
 # ----------------------------------------------------------------------------------------------------------- interrupts
 # SIGINT to a worker that ends already: it has no effect. Otherwise it would print a traceback, wherever it arrives.

@@ -35,7 +35,7 @@ from elasticstate.net.link import (
     AgentLink,
     ReceivedRequest,
 )
-from elasticstate.worker.contexts.gloo import watch_models
+from elasticstate.worker.gloo_rest import watch_models
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ADOPTION_S = 10.0

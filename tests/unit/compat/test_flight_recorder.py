@@ -11,7 +11,8 @@ import threading
 import pytest
 import torch
 
-from elasticstate.compat import libraries, process_groups, standard_library
+from elasticstate import compat
+from elasticstate.compat import process_groups, standard_library
 
 PROGRAM = """
 import json, os, time
@@ -45,7 +46,7 @@ def test_the_records_of_gloo_have_group_number_operation_and_sizes() -> None:
 
 
 def test_without_the_name_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
     with caplog.at_level(logging.WARNING):
         assert process_groups.last_collectives(0) == ()

@@ -11,15 +11,16 @@ import lightning.pytorch as pl
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from elasticstate import compat
 from elasticstate.compat import libraries
 
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     with caplog.at_level(logging.WARNING, "elasticstate"):
         yield caplog
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::Warning:lightning")

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import elasticstate
-from elasticstate.compat import libraries, modules
+from elasticstate import compat
+from elasticstate.compat import modules
 from elasticstate.state import module_state
 
 
@@ -62,7 +63,7 @@ def test_without_the_registries_a_commit_uses_public_methods_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(modules, "_REGISTRIES", ("_parameters", "_renamed"))
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     module_state._class_facts.cache_clear()
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     state = elasticstate.TorchState(model=model)
@@ -77,7 +78,7 @@ def test_without_the_registries_a_commit_uses_public_methods_and_warns_once(
             state.commit()
     finally:
         module_state._class_facts.cache_clear()
-        libraries.warn_absent.cache_clear()
+        compat.warn_absent.cache_clear()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     (record,) = caplog.records
     assert record.getMessage().startswith(f"torch {torch.__version__.partition('+')[0]}")

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from elasticstate.compat import libraries
+from elasticstate import compat
 from elasticstate.compat.modules import forget_unscaled
 
 
@@ -31,10 +31,10 @@ def test_a_scaler_that_forgets_can_unscale_again() -> None:
 def test_a_changed_scaler_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     scaler, _ = scaled()
     del scaler._per_optimizer_states
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     with caplog.at_level(logging.WARNING, "elasticstate"):
         forget_unscaled(scaler)
         forget_unscaled(scaler)
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     (record,) = caplog.records
     assert "unscale_() may fail" in record.getMessage()

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from elasticstate.compat import libraries, process_groups
+from elasticstate import compat
+from elasticstate.compat import process_groups
 from elasticstate.compat.process_groups import HashStore
 from elasticstate.errors import UsageError
 
@@ -139,7 +140,7 @@ def test_without_the_parts_of_groups_nccl_is_refused(monkeypatch: pytest.MonkeyP
 def test_other_absent_names_are_one_warning_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     monkeypatch.setattr(distributed_c10d, "_world", object())
     monkeypatch.delattr(distributed_c10d, "_set_pg_timeout", raising=False)
     monkeypatch.delattr(dist, "set_timeout", raising=False)

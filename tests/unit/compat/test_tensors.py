@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from elasticstate.compat import libraries, torch_tensors
+from elasticstate import compat
+from elasticstate.compat import torch_tensors
 from elasticstate.state import async_commit
 
 
@@ -43,10 +44,10 @@ def test_without_versions_no_commit_is_copied_while_training_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch_tensors, "_VERSION", "_renamed")
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     with caplog.at_level(logging.WARNING, "elasticstate"):
         assert async_commit.copy_stream_of(torch.device("cuda")) is None
         assert async_commit.copy_stream_of(torch.device("cuda", 1)) is None
-    libraries.warn_absent.cache_clear()
+    compat.warn_absent.cache_clear()
     (record,) = caplog.records
     assert "training stops while a commit is copied" in record.getMessage()
