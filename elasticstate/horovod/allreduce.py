@@ -1,24 +1,22 @@
 """Allreduce: reduce the tensors of all ranks to one.
 
-Calls are matched by their order, which is the same on all ranks; asynchronous calls also by name (see ``matching``).
+Calls are matched by their order, which is the same on all ranks; asynchronous calls also by name (see ``negotiation``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError
+from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.process_sets import ProcessSet, members_of
-
-# ------------------------------------------------------------------------------------------------------------ reduction
-# Reduction operations, and scaling of tensors.
 
 
 class Op(Enum):
@@ -113,50 +111,6 @@ def scale(tensor: torch.Tensor, factor: float, divisor: int = 1) -> None:
         tensor.copy_(tensor.double().mul_(factor / divisor))
     elif divisor != 1:
         tensor.div_(divisor, rounding_mode="trunc")
-
-
-# ---------------------------------------------------------------------------------------------------------- compression
-# Compression of tensors for a collective. A compressor is any class with the two static methods of ``Compressor``.
-
-
-class Compressor(Protocol):
-    """``compress`` returns the tensor to send, with the same shape, and a context for ``decompress``."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor: ...
-
-
-class _Unchanged:
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: None) -> torch.Tensor:
-        return tensor
-
-
-class _Half:
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
-        return tensor.to(ctx)
-
-
-class Compression:
-    """The available compressors. Ranks sum the compressed tensors. The division of an average follows decompression."""
-
-    none: type[Compressor] = _Unchanged
-    fp16: type[Compressor] = _Half
-
-
-# ------------------------------------------------------------------------------------------------------------ allreduce
 
 
 def allreduce(

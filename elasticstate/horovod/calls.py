@@ -1,4 +1,7 @@
-"""Description of a collective: a text that must be the same on all ranks."""
+"""Vocabulary of this package: the description of a call, the ranks that make it together, and the errors.
+
+The description of a call is a text that must be the same on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,6 @@ import torch.distributed as dist
 
 from elasticstate import extension
 from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
-
-# ---------------------------------------------------------------------------------------------------------------- calls
-
-
-# ---------------------------------------------------------------------------------------------------------------- calls
 
 
 class CallKind(IntEnum):

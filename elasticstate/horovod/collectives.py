@@ -1,4 +1,4 @@
-"""Allgather: concatenate the tensors, or list the objects, of all ranks."""
+"""Collectives other than allreduce: allgather, alltoall, barrier, broadcast, reducescatter, and sparse allreduce."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch.distributed as dist
 from elasticstate.extension import Channel
 from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.allreduce import (
-    Compression,
-    Compressor,
     Op,
     allreduce,
     raw,
@@ -23,6 +21,7 @@ from elasticstate.horovod.allreduce import (
     torch_operation,
 )
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members
+from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 

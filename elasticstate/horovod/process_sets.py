@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from elasticstate.horovod import recording, world
+from elasticstate.horovod import world
 from elasticstate.horovod.calls import CallUsageError, Members
 
 
@@ -113,7 +113,7 @@ def init(comm: object = None, process_sets: object = None) -> None:
     Raises UsageError for a ``comm``, and if the processes of another launcher cannot form a world.
     """
     world.init(comm)
-    recording.start_by_environment()
+    world.start_by_environment()
     if process_sets is None or isinstance(process_sets, str):
         return
     given_sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [process_sets]
