@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from elasticstate.compat.modules import is_loader, load_state, state_of
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UnknownValueError, UsageError
-from elasticstate.state.committer import Committer, LiveState, StateJoinHook
+from elasticstate.state.committer import Committer, StateJoinHook
 from elasticstate.state.divergence import Exclusions
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
@@ -157,7 +156,7 @@ class State(Joinable):
         self._exclusions = Exclusions()
         self._reset_callbacks: list[Callable[[], object]] = []
         self._restore_pre_hooks: list[Callable[[dict[str, Any]], object]] = []
-        self._committer = Committer(self._live_state())
+        self._committer = Committer(self)
         self._has_joined = False  # this state was passed to a Join: only then ticks ask torch
         for name, value in values.items():
             setattr(self, name, value)
@@ -470,24 +469,6 @@ class State(Joinable):
     def _check_value(self, name: str, value: object) -> None:
         """Raise UsageError if a commit of this class would pickle an object that must not be pickled."""
 
-    def _live_state(self) -> LiveState:
-        return LiveState(
-            name=type(self).__name__,
-            capture=_weak(self.capture),
-            apply=_weak(self.apply),
-            restore=_weak(self.restore),
-            before_load=_weak(self._before_load),
-            has_pre_hooks=_weak(self._has_pre_hooks),
-            load_targets=_weak(self._load_targets),
-            optimizer_owned=_weak(self._optimizer_owned),
-            quick_capture=_weak(self._quick_capture),
-            owned=_weak(self._owned),
-            drop_gradients=_weak(self._drop_gradients),
-            value_kinds=_weak(self._value_kinds),
-            bytes_to_come=_weak(self._bytes_to_come),
-            continue_iterators=_weak(self._continue_iterators),
-        )
-
     def _check_names(self, values: Captured, capture: Callable[..., Any]) -> None:
         """Raise StateError if the values of a commit have other names than those given to the constructor.
 
@@ -519,21 +500,6 @@ class State(Joinable):
 def committer_of(state: State) -> Committer:
     """Return the committer of a state. ``run`` calls it; scripts call the methods of the state."""
     return state._committer
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the method without keeping its object alive.
-
-    A reference cycle of state and committer would keep the commits in memory until a garbage collection.
-    """
-    reference = WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = reference()
-        assert bound is not None, "the committer is used by its state, or by a caller that holds the state"
-        return bound(*args)
-
-    return call
 
 
 # -------------------------------------------------------------------------------------------------------------- objects

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,12 +38,11 @@ from elasticstate.state.attached import AttachedValues
 from elasticstate.state.buffer import Buffer, CommitStorage, Growth, Incoming
 from elasticstate.state.layout import digest
 from elasticstate.state.peer import PeerCopies, Peers
-from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard, copies_with_own
 from elasticstate.state.session import (
     Channel,
     HeldCommits,
-    Kinds,
+    LiveState,
     Session,
     SoloSession,
     channel_between,
@@ -54,53 +53,24 @@ from elasticstate.state.snapshot import LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Captured, Values
 
-# ----------------------------------------------------------------------------------------------------------- live state
-# Functions by which a committer reads and writes the live state.
+_OF_THE_MACHINE = (
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),  # since torch 2.8
+)
 
 
-@dataclass(frozen=True, slots=True)
-class LiveState:
-    """Functions by which a committer reads and writes the live state."""
-
-    name: str
-    """Name of the state's class, for errors."""
-    capture: Callable[[], Captured]
-    apply: Callable[[Captured], None]
-    restore: Callable[[], None]
-    """The state's own method, because a subclass may extend it."""
-    before_load: Callable[[Callable[[], Mapping[str, Any] | None]], None]
-    """Call the user's functions that make the live objects fit a commit, given what returns the commit's objects."""
-    has_pre_hooks: Callable[[], bool]
-    """Return True if there are such functions."""
-    load_targets: Callable[[], Captured | None]
-    """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply``; None if ``apply`` does."""
-    optimizer_owned: Callable[[], Container[int]]
-    """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
-    quick_capture: Callable[[Captured], QuickCapture | None]
-    """Return a quicker way to repeat a capture, or None. See quick_capture.py."""
-    owned: Callable[[], Container[int]]
-    """Return the ids of the captured tensors that a tick record need not copy. See tick_record.py."""
-    drop_gradients: Callable[[], None]
-    value_kinds: Callable[[], Kinds]
-    bytes_to_come: Callable[[], int | None]
-    """Return the bytes that the first steps of optimizers will add to a commit; None: not known."""
-    continue_iterators: Callable[[Mapping[str, Any], bool], None]
-    """Make the next iterators begin at the position of the state. See ``State._continue_iterators``."""
-
-
-# -------------------------------------------------------------------------------------------------------- commit writer
-# CommitWriter: the part of a committer that makes and compares commits.
-
-
-class CommitWriter:
-    """Commits of one state: their storage and their order.
+class Committer:
+    """Commits of one state, and their exchange between the workers of a world.
 
     Each commit contains what ``capture`` returns, the random state of this rank, and its shards of the attached values.
     Commit ids ascend, and one id never has two contents.
     """
 
-    def __init__(self, live: LiveState) -> None:
-        self._live = live
+    def __init__(self, state: LiveState) -> None:
+        # A reference cycle of state and committer would keep the commits in memory until a garbage collection.
+        self._live: LiveState = weakref.proxy(state)
         self.snapshot = Snapshot()
         self.session: Session = SoloSession()
         self.attached: AttachedValues | None = None  # values of the present world
@@ -117,7 +87,7 @@ class CommitWriter:
         """True between a sync and the check that follows: this check compares the live values of all ranks."""
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
         self._synced_generation = 0
-        self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
+        self._ticks = TickRecords(self._live)
         self.begun: CommitId | None = None
         """The last commit of a tick that was begun, sealed or not."""
         self.loaded: dict[str, Any] | None = None
@@ -286,77 +256,6 @@ class CommitWriter:
             return f"the state, which cannot be captured any more ({type(error).__name__}: {error}),"
         return "" if self.snapshot.read_private(commit) == rng.capture() else "the random state"
 
-    # ---------------------------------------------------------------------------------------------- comparison of ranks
-
-    def check(self, exclusions: divergence.Exclusions) -> None:
-        """Compare the newest commits of all ranks, or the live values if some keep no commits: see ``State.check``."""
-        session, begins, self.begins_world = self.session, self.begins_world, False
-        self.settle()
-        if session.generation > 0 and session.size > 1:
-            exclusions.leave_out(self.attached.names if self.attached is not None else ())
-            if session.one_copy or begins:  # followers hold no commits; after a sync, the live values count
-                live = LiveValues(self._live.capture(), session.ticks)
-                divergence.check(live, self._everyone(), session.rank, exclusions, live.difference(session.one_copy))
-            else:
-                divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
-            return
-        try:
-            self.snapshot.verify()
-        finally:
-            self._record_commits()
-
-    def _everyone(self) -> Channel:
-        """Return a channel between all ranks."""
-        return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
-
-    def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
-        return [numbers] if self.session.size == 1 else self._everyone().numbers_of_all(numbers)
-
-    def _messages_of_all(self, message: bytes) -> list[bytes]:
-        return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
-
-    @property
-    def must_compare(self) -> bool:
-        """True if the ranks must compare their values at this commit: the first one of a world with followers."""
-        session = self.session
-        return session.one_copy and session.size > 1 and self._compared_generation != session.generation
-
-    def compare(self, exclusions: divergence.Exclusions) -> None:
-        """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``.
-
-        All keepers hold the state of this world then, so a follower discards older commits of its own.
-        """
-        self.check(exclusions)
-        self._compared_generation = self.session.generation
-        if self.session.follows is not None and self.snapshot.newest is not None:
-            self.snapshot.forget()
-            self._record_commits()
-
-    # -------------------------------------------------------------------------------------------------------- helpers
-
-    @contextmanager
-    def _growing(self, attached: AttachedValues) -> Iterator[Callable[[], None] | None]:
-        """Yield what begins to grow the older buffer for the first commit of attached values, while they are restored.
-
-        All ranks call it when all copies that they read are open, and each waits for the others: so a damaged copy is
-        found before any older commit is lost. None: the commits of this rank must stay until all is restored.
-        """
-        growth: Growth | None = None
-
-        def grow() -> None:
-            nonlocal growth
-            self._numbers_of_all([0])
-            assert self.snapshot.previous != self.session.line, "the line is the newest commit, or not in these buffers"
-            captured, sharding = self._capture(attached)
-            growth = self.snapshot.grow(captured, rng.capture(), sharding)
-
-        try:
-            yield None if self.session.line is None or self.session.verify_sync else grow
-        finally:
-            if growth is not None:
-                growth.wait()
-                self._record_commits()
-
     def _begin(self, commit: CommitId, replaces: bool = False) -> None:
         """Begin a commit. ``replaces``: it may have the id of the newest one."""
         newest = self.snapshot.newest
@@ -392,7 +291,7 @@ class CommitWriter:
         return {**plain, **shards}, sharding
 
     def _optimizer_owned(self) -> Container[int]:
-        owned = self._live.optimizer_owned()
+        owned = self._live._optimizer_owned()
         return owned if self.attached is None else _Union(owned, self.attached.optimizer_owned())
 
     def _require_attached(self) -> None:
@@ -411,36 +310,11 @@ class CommitWriter:
 
         A commit of a tick is taken to have all that could not be foreseen.
         """
-        newest, plain = self.snapshot.newest, self._live.bytes_to_come()
+        newest, plain = self.snapshot.newest, self._live._bytes_to_come()
         if plain is not None and self.attached is not None:
             attached = self.attached.bytes_to_come()
             plain = None if attached is None else plain + attached
         return 0 if plain is None and newest is not None and newest.tick else plain
-
-
-class _Union:
-    """Elements of two containers."""
-
-    def __init__(self, *parts: Container[int]) -> None:
-        self._parts = parts
-
-    def __contains__(self, element: object) -> bool:
-        return any(element in part for part in self._parts)
-
-
-# ------------------------------------------------------------------------------------------------------------ committer
-
-
-_OF_THE_MACHINE = (
-    OSError,
-    MemoryError,
-    torch.OutOfMemoryError,
-    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),  # since torch 2.8
-)
-
-
-class Committer(CommitWriter):
-    """Commits of one state, and their exchange between the workers of a world. See CommitWriter."""
 
     # --------------------------------------------------------------------------------------------- restoring a commit
 
@@ -536,7 +410,7 @@ class Committer(CommitWriter):
     @property
     def names(self) -> int:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
-        return number_of_names(self._live.value_kinds()) if self._peers and self._peers.can_read else 0
+        return number_of_names(self._live._value_kinds()) if self._peers and self._peers.can_read else 0
 
     def adopt(self) -> bool:
         """Copy the newest commit of another worker of this host, and make it the live state.
@@ -566,7 +440,7 @@ class Committer(CommitWriter):
         self.settle()
         if self._peers is not None and rank in near:
             # Without a commit, a failed world would leave the state of none. Hooks need the objects of a commit first.
-            is_ahead = self.is_adopted and not self._live.has_pre_hooks()
+            is_ahead = self.is_adopted and not self._live._has_pre_hooks()
             live = self._targets(lambda: None) if is_ahead else None
             self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation, live)
 
@@ -589,7 +463,7 @@ class Committer(CommitWriter):
 
     def drop_gradients(self) -> None:
         """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
-        self._live.drop_gradients()
+        self._live._drop_gradients()
 
     def _targets(self, objects: Callable[[], Mapping[str, Any] | None]) -> Captured:
         """Return the live values that a load may overwrite. Discard tick records: torch does not count its writes.
@@ -598,8 +472,8 @@ class Committer(CommitWriter):
         """
         torch_tensors.note_unseen_write()
         self._ticks.reset()
-        self._live.before_load(objects)
-        return self._live.load_targets() or {}
+        self._live._before_load(objects)
+        return self._live._load_targets() or {}
 
     def _apply(self, values: Values, private: bytes, others: Sequence[Buffer] = ()) -> None:
         """Make the content of a commit the live state: the last step of a restore or sync.
@@ -607,14 +481,14 @@ class Committer(CommitWriter):
         ``private``: the random state. ``others``: buffers of other workers that have the values.
         """
         self._live.apply(values)
-        targets = self._live.load_targets()
+        targets = self._live._load_targets()
         if kept := self.snapshot.aliases(self._live.capture() if targets is None else targets, others):
             raise StateError(
-                f"{self._live.name}.apply() kept {kept[0]!r}, which is memory of the commit. Copy it into a tensor or "
-                "array of the state."
+                f"{self._live.__class__.__name__}.apply() kept {kept[0]!r}, which is memory of the commit. Copy it "
+                "into a tensor or array of the state."
             )
         rng.apply(private)
-        self._live.drop_gradients()
+        self._live._drop_gradients()
         self._must_seal = self.is_behind = False
 
     # -------------------------------------------------------------------------------------------- syncing with a world
@@ -630,7 +504,7 @@ class Committer(CommitWriter):
     def continue_iterators(self) -> None:
         """Make the iterators of the next call of ``train`` begin at the position of the state: see ``State``."""
         loaded, self.loaded = self.loaded or {}, None
-        self._live.continue_iterators(loaded, self._has_trained)
+        self._live._continue_iterators(loaded, self._has_trained)
         self._has_trained = True
 
     def sync(self) -> bool:
@@ -657,7 +531,7 @@ class Committer(CommitWriter):
         if far and session.rank in (session.root, *far):
             channel = channel_between(session, session.root, far)
             has_commit = self.snapshot.newest is not None
-            compare_names(channel, session, far, self._live.value_kinds(), has_commit)
+            compare_names(channel, session, far, self._live._value_kinds(), has_commit)
         if session.rank not in session.lacking and session.follows is None:
             self._seal_start(start)
         if channel is not None and session.rank == session.root:
@@ -829,6 +703,29 @@ class Committer(CommitWriter):
             self.attached = None
             dtensors.clear_mesh_caches()
 
+    @contextmanager
+    def _growing(self, attached: AttachedValues) -> Iterator[Callable[[], None] | None]:
+        """Yield what begins to grow the older buffer for the first commit of attached values, while they are restored.
+
+        All ranks call it when all copies that they read are open, and each waits for the others: so a damaged copy is
+        found before any older commit is lost. None: the commits of this rank must stay until all is restored.
+        """
+        growth: Growth | None = None
+
+        def grow() -> None:
+            nonlocal growth
+            self._numbers_of_all([0])
+            assert self.snapshot.previous != self.session.line, "the line is the newest commit, or not in these buffers"
+            captured, sharding = self._capture(attached)
+            growth = self.snapshot.grow(captured, rng.capture(), sharding)
+
+        try:
+            yield None if self.session.line is None or self.session.verify_sync else grow
+        finally:
+            if growth is not None:
+                growth.wait()
+                self._record_commits()
+
     def _copies(self) -> CommitCopies:
         if self._stored is not None:
             return self._stored.commit_copies(self.session.rank)
@@ -857,6 +754,52 @@ class Committer(CommitWriter):
         finally:
             self._record_commits()
         self._must_seal = False
+
+    # ---------------------------------------------------------------------------------------------- comparison of ranks
+
+    def check(self, exclusions: divergence.Exclusions) -> None:
+        """Compare the newest commits of all ranks, or the live values if some keep no commits: see ``State.check``."""
+        session, begins, self.begins_world = self.session, self.begins_world, False
+        self.settle()
+        if session.generation > 0 and session.size > 1:
+            exclusions.leave_out(self.attached.names if self.attached is not None else ())
+            if session.one_copy or begins:  # followers hold no commits; after a sync, the live values count
+                live = LiveValues(self._live.capture(), session.ticks)
+                divergence.check(live, self._everyone(), session.rank, exclusions, live.difference(session.one_copy))
+            else:
+                divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
+            return
+        try:
+            self.snapshot.verify()
+        finally:
+            self._record_commits()
+
+    def _everyone(self) -> Channel:
+        """Return a channel between all ranks."""
+        return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
+
+    def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
+        return [numbers] if self.session.size == 1 else self._everyone().numbers_of_all(numbers)
+
+    def _messages_of_all(self, message: bytes) -> list[bytes]:
+        return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
+
+    @property
+    def must_compare(self) -> bool:
+        """True if the ranks must compare their values at this commit: the first one of a world with followers."""
+        session = self.session
+        return session.one_copy and session.size > 1 and self._compared_generation != session.generation
+
+    def compare(self, exclusions: divergence.Exclusions) -> None:
+        """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``.
+
+        All keepers hold the state of this world then, so a follower discards older commits of its own.
+        """
+        self.check(exclusions)
+        self._compared_generation = self.session.generation
+        if self.session.follows is not None and self.snapshot.newest is not None:
+            self.snapshot.forget()
+            self._record_commits()
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches
 
@@ -890,8 +833,14 @@ class Committer(CommitWriter):
         session.tick()
 
 
-# ----------------------------------------------------------------------------------------------------------------- join
-# Uneven inputs: a state as a joinable of ``torch.distributed.algorithms.Join``.
+class _Union:
+    """Elements of two containers."""
+
+    def __init__(self, *parts: Container[int]) -> None:
+        self._parts = parts
+
+    def __contains__(self, element: object) -> bool:
+        return any(element in part for part in self._parts)
 
 
 class StateJoinHook(JoinHook):

@@ -1,10 +1,10 @@
-"""Session: a state's view of the present world."""
+"""Interfaces through which a committer uses its world (``Session``, ``Channel``) and its state (``LiveState``)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -14,10 +14,12 @@ from elasticstate.core.types import CommitId, ShardSource, listed
 from elasticstate.errors import StateError, UsageError
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import digest
+from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.reshard import CopyReader
+from elasticstate.state.values import Captured
 
-# -------------------------------------------------------------------------------------------------------------- session
-
+Kinds = dict[str, bool]
+"""For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
 
 FAILED_COLLECTIVE = (
     "a collective of this world has failed, and the script has caught its error, so this step was not trained on all "
@@ -141,6 +143,24 @@ class Session(Protocol):
 
     def process_group_for(self, ranks: tuple[int, ...], /) -> dist.ProcessGroup | None:
         """Return a group of exactly these ranks, ascending; None is the default group. Only these ranks call it."""
+
+
+class LiveState(Protocol):
+    """Methods of a state through which its committer reads and writes the live state. See ``State``."""
+
+    def capture(self) -> Captured: ...
+    def apply(self, values: Captured) -> None: ...
+    def restore(self) -> None: ...
+    def _before_load(self, objects: Callable[[], Mapping[str, Any] | None]) -> None: ...
+    def _has_pre_hooks(self) -> bool: ...
+    def _load_targets(self) -> Captured | None: ...
+    def _optimizer_owned(self) -> Container[int]: ...
+    def _quick_capture(self, captured: Captured) -> QuickCapture | None: ...
+    def _owned(self) -> Container[int]: ...
+    def _drop_gradients(self) -> None: ...
+    def _value_kinds(self) -> Kinds: ...
+    def _bytes_to_come(self) -> int | None: ...
+    def _continue_iterators(self, loaded: Mapping[str, Any], has_trained: bool) -> None: ...
 
 
 class SoloSession:
@@ -305,10 +325,6 @@ def taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------------------------------------------------- value names
 # Comparison of the value names of the root with those of the ranks that need the root's state, before a sync.
-
-
-Kinds = dict[str, bool]
-"""For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
 
 
 def number_of_names(kinds: Kinds) -> int:

@@ -43,6 +43,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.quick_capture import QuickCapture
+from elasticstate.state.session import LiveState
 from elasticstate.state.values import Captured, dumps, split_by_kind
 
 # ------------------------------------------------------------------------------------------------------------ tick plan
@@ -241,21 +242,10 @@ class _Record:
 
 
 class TickRecords:
-    """The tick record of one state. ``record`` at each tick without a commit, ``take`` after a failure.
+    """The tick record of one state. ``record`` at each tick without a commit, ``take`` after a failure."""
 
-    Args:
-        capture: returns the live state, see ``State.capture``.
-        quick_capture: returns a quicker way to repeat a capture, or None.
-        owned: returns the ids of the tensors that only an optimizer's ``step`` writes.
-    """
-
-    def __init__(
-        self,
-        capture: Callable[[], Captured],
-        quick_capture: Callable[[Captured], QuickCapture | None],
-        owned: Callable[[], Container[int]],
-    ) -> None:
-        self._capture, self._quick_capture, self._owned = capture, quick_capture, owned
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
         self._plan: TickPlan | None = None
         self._record: _Record | None = None
         self._changing: set[str] = set()  # large tensors that no optimizer owns and that were seen to change
@@ -337,13 +327,13 @@ class TickRecords:
 
     def _full_capture(self) -> tuple[TickPlan, dict[str, Any]]:
         """Return a plan for the live state, and the objects to record."""
-        captured = self._capture()
+        captured = self._live.capture()
         tensors, arrays, objects = split_by_kind(captured)
         plan = self._plan
         if plan is None or not plan.fits(tensors, arrays) or not plan.has_all_owners():
             plan = self._plan = self._new_plan(captured)
         plan.tensors, plan.arrays = tensors, arrays
-        plan.quick = self._quick_capture(captured)
+        plan.quick = self._live._quick_capture(captured)
         quick = plan.quick.objects() if plan.quick is not None else None
         if quick is None:
             plan.quick = None
@@ -355,7 +345,7 @@ class TickRecords:
         if not torch_tensors.can_watch():
             raise NotSupported("the installed torch lacks a function")
         watch_steps()
-        plan = TickPlan(captured, self._owned(), self._changing)
+        plan = TickPlan(captured, self._live._owned(), self._changing)
         plan.watch()
         return plan
 
@@ -406,7 +396,7 @@ class TickRecords:
         if plan.may_be_written():
             return "memory of the state was used without torch's count of writes"
         try:
-            tensors, _, _ = split_by_kind(self._capture())
+            tensors, _, _ = split_by_kind(self._live.capture())
         except Exception as error:
             return f"the state cannot be captured ({type(error).__name__}: {error})"
         if not plan.has_same(tensors):
