@@ -25,8 +25,6 @@ from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 
-# ------------------------------------------------------------------------------------------------------------ allgather
-
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated by rank: ``[sum of first dimensions, ...]``. Gradients flow.

@@ -28,9 +28,6 @@ from elasticstate.huggingface.state import (
     refuse,
 )
 
-# ------------------------------------------------------------------------------------------------------------ gradients
-# StepGradients: the gradients of a step that has several batches. The script gets them when the last one is there.
-
 
 class StepGradients:
     """Gradients of the optimizer step in progress.

@@ -22,9 +22,6 @@ from elasticstate.extension import (
     world_size,
 )
 
-# ---------------------------------------------------------------------------------------------------------------- state
-
-
 _OBJECTS = ("model", "optimizer", "scheduler", "scaler", "loader")  # the script creates them, perhaps in each world
 _OTHERS = ("begun", "workers", "trainer", "log_history")
 

@@ -28,9 +28,6 @@ from elasticstate.huggingface.state import (
     refuse,
 )
 
-# -------------------------------------------------------------------------------------------------------------- trainer
-
-
 _PROGRESS = (  # the fields of Trainer.state that the training changes
     "epoch",
     "global_step",
@@ -370,10 +367,6 @@ class _Callback(transformers.TrainerCallback):
 
 class Trainer(ElasticTrainer, transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` with ``ElasticTrainer``: see there."""
-
-
-# --------------------------------------------------------------------------------------------------------- log callback
-# LogCallback: what a Trainer logs, in a Log of elasticstate.
 
 
 class LogCallback(transformers.TrainerCallback):

@@ -11,9 +11,6 @@ import elasticstate as elastic
 from elasticstate.errors import UsageError
 from elasticstate.extension import random_state
 
-# ---------------------------------------------------------------------------------------------------------------- state
-
-
 METRICS = "elasticstate_metrics"
 """Key of the metrics for callbacks, which Lightning does not save."""
 

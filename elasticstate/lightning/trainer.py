@@ -19,9 +19,6 @@ from elasticstate.extension import set_random_state
 from elasticstate.lightning.state import METRICS, LightningState
 from elasticstate.lightning.strategy import IN_MEMORY, DDPStrategy
 
-# -------------------------------------------------------------------------------------------------------------- trainer
-
-
 _PLAIN_DDP = ("auto", "ddp")
 
 
@@ -228,10 +225,6 @@ def _check_options(options: dict[str, Any]) -> None:
     for plugin in plugins if isinstance(plugins, Iterable) and not isinstance(plugins, str) else [plugins]:
         if isinstance(plugin, ClusterEnvironment):
             raise UsageError(f"plugins={type(plugin).__name__}: elasticstate is the cluster environment. Remove it.")
-
-
-# --------------------------------------------------------------------------------------------------------------- logger
-# LogLogger: what a LightningModule logs, in a Log of elasticstate.
 
 
 class LogLogger(Logger):

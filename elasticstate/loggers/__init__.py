@@ -21,8 +21,7 @@ docs/guides/loggers.md has the guarantee and its limits.
 
 from __future__ import annotations
 
-from elasticstate.loggers.log import Log, Point, ProgressBar, Sink
-from elasticstate.loggers.tensorboard import TensorBoard
-from elasticstate.loggers.wandb import WandB
+from elasticstate.loggers.log import Log
+from elasticstate.loggers.sinks import Point, ProgressBar, Sink, TensorBoard, WandB
 
 __all__ = ["Log", "Point", "ProgressBar", "Sink", "TensorBoard", "WandB"]

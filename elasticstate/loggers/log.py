@@ -12,79 +12,18 @@ A new rank 0 writes all points that it still has. Each sink skips those that it 
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
 
 import elasticstate as elastic
 from elasticstate.errors import UsageError
-from elasticstate.extension import job_id, ticks, world_generation, world_rank
-
-# ----------------------------------------------------------------------------------------------------------------- sink
-# Sink: a place that rank 0 writes the points of a log to.
-
-
-class Point(NamedTuple):
-    """The values of one step. ``time``: when this worker logged them, in Unix seconds."""
-
-    step: int
-    values: dict[str, float]
-    time: float
-
-
-class Sink:
-    """Base class of sinks. Derive one of your own from it, with the methods that it needs.
-
-    Only rank 0 calls the methods. After a change of rank 0, the sink of another process is opened. It gets the points
-    again that were not durable, and must skip those that it finds already written.
-    """
-
-    def open(self, first: int) -> None:
-        """Prepare to write. ``first``: no step before this one will be written."""
-
-    def write(self, points: Sequence[Point]) -> None:
-        """Write points, in the order of their steps. They are committed: no later call replaces them."""
-
-    def durable(self, written: int) -> int:
-        """Return a step up to which the written points outlive this process. ``written``: the last step written."""
-        return written
-
-    def show(self, point: Point) -> None:
-        """Show a point as soon as it is logged. It may be shown again after a failure."""
-
-    def close(self) -> None:
-        """Finish, so that all written points outlive this process. ``open`` may follow."""
-
-    def abandon(self) -> None:
-        """Stop writing, because another worker has become rank 0. ``open`` may follow."""
-        self.close()
-
-
-def job_name() -> str:
-    """Return a name of this job for files: unique among all jobs, and the same in all its workers."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", job_id())
-
-
-def required(module: str, package: str, user: str) -> Any:
-    """Import a module. Raises UsageError if its package is not installed."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError:
-        raise UsageError(f"{user} needs the package {package}. Run: pip install {package}") from None
-
-
-# ------------------------------------------------------------------------------------------------------------------ log
-
+from elasticstate.extension import ticks, world_generation, world_rank
+from elasticstate.loggers.sinks import Point, Sink
 
 _ALL = torch.iinfo(torch.int64).max
 _NONE = -1
@@ -247,105 +186,3 @@ def _least(*numbers: int) -> list[int]:
     tensor = torch.tensor(numbers, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MIN)
     return [int(number) for number in tensor.tolist()]
-
-
-# ------------------------------------------------------------------------------------------------------ transaction log
-# TransactionLog: the file of an offline run of Weights & Biases, read while wandb writes it.
-#
-# The format is that of the log of LevelDB: blocks of 32 KiB with chunks, of which a record has one or more. wandb
-# adds seven bytes at the beginning. Checked with wandb 0.31, which has no reader in Python.
-
-
-_HEADER_BYTES = 7
-_BLOCK_BYTES = 32 * 1024
-_CHUNK = struct.Struct("<IHB")  # checksum, length, kind
-_FULL, _LAST = 1, 4
-
-
-class TransactionLog:
-    """Reader of the steps in one file. Each call of ``steps`` continues after the last whole record."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._position = _HEADER_BYTES
-        self._messages = required("wandb.proto.wandb_internal_pb2", "wandb", "WandB")
-
-    def steps(self) -> Iterator[int]:
-        """Yield the steps of the rows of the history that were written since the last call."""
-        for values in self.rows():
-            if "_step" in values:
-                yield int(values["_step"])
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the history that were written since the last call."""
-        for data in self._records():
-            record = self._messages.Record.FromString(data)
-            if record.WhichOneof("record_type") == "history":
-                yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-
-    def fence(self) -> None:
-        """Replace the file by a copy of the records that were read. Its writer writes to a file without a name then.
-
-        The process of wandb outlives a worker that was killed, and writes its last rows late.
-        """
-        copy = self.path.with_suffix(".copy")
-        with open(copy, "wb") as file:
-            file.write(self.path.read_bytes()[: self._position])
-            file.flush()
-            os.fsync(file.fileno())
-        copy.replace(self.path)
-
-    def _records(self) -> Iterator[bytes]:
-        if not self.path.exists():
-            return
-        with open(self.path, "rb") as file:
-            file.seek(self._position)
-            data, start, record = file.read(), self._position, b""
-        position = start
-        while position + _CHUNK.size <= start + len(data):
-            rest = _BLOCK_BYTES - position % _BLOCK_BYTES
-            if rest < _CHUNK.size:  # too short for a chunk
-                position += rest
-                continue
-            _, length, kind = _CHUNK.unpack_from(data, position - start)
-            end = position + _CHUNK.size + length
-            if kind == 0 or end > start + len(data):
-                return  # not written yet
-            record += data[position - start + _CHUNK.size : end - start]
-            position = end
-            if kind in (_FULL, _LAST):
-                self._position = position
-                yield record
-                record = b""
-
-
-# --------------------------------------------------------------------------------------------------------- progress bar
-# ProgressBar: a sink that shows the step and the values of rank 0 in a bar of tqdm.
-
-
-class ProgressBar(Sink):
-    """A bar of tqdm on stderr, which rank 0 alone shows. Needs the package tqdm.
-
-    A new rank 0 continues the bar at its step.
-
-    Args:
-        total: the number of steps.
-        options: those of ``tqdm.tqdm``, except ``total`` and ``initial``: desc, unit, mininterval, ….
-    """
-
-    def __init__(self, total: int, **options: Any) -> None:
-        self._total = total
-        self._options = options
-        self._tqdm = required("tqdm", "tqdm", "ProgressBar").tqdm
-        self._bar: Any = None
-
-    def show(self, point: Point) -> None:
-        if self._bar is None:
-            self._bar = self._tqdm(total=self._total, initial=max(0, point.step - 1), **self._options)
-        self._bar.set_postfix(point.values, refresh=False)
-        self._bar.update(point.step - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None

@@ -36,9 +36,6 @@ from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, digest_of,
 from elasticstate.state.session import Channel, Session, channel_between
 from elasticstate.state.values import Tree, flatten, rebuild_with
 
-# ------------------------------------------------------------------------------------------------------ restore targets
-# RestoreTargets: tensors that get the content of a commit, and calls that follow.
-
 
 class RestoreTargets:
     """Tensors by name. ``load`` reads all of them at once."""
@@ -108,9 +105,6 @@ def _fits(live: object, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     if not isinstance(live, torch.Tensor) or tuple(live.shape) != shape or live.dtype != dtype:
         return False
     return dtensors.is_dtensor(live) or live.is_contiguous()
-
-
-# ------------------------------------------------------------------------------------------------------------- attached
 
 
 # --------------------------------------------------------------------------------------------------- attached optimizer
@@ -221,9 +215,6 @@ def _load(
     if name in placed:
         return targets.tensor_of(parameter, placed[name], live, name, device)
     return targets.tensor(live, name, device)
-
-
-# ------------------------------------------------------------------------------------------------------------- attached
 
 
 class AttachedValues:

@@ -502,10 +502,6 @@ def committer_of(state: State) -> Committer:
     return state._committer
 
 
-# -------------------------------------------------------------------------------------------------------------- objects
-# ObjectState: plain values.
-
-
 class ObjectState(State):
     """A state of plain values: numbers, lists, dicts and other objects that can be pickled; also tensors and arrays.
 

@@ -469,10 +469,6 @@ class Buffer:
         return begin, begin + self.memory.numel()
 
 
-# --------------------------------------------------------------------------------------------------------------- growth
-# Growth of a buffer on a thread, because the kernel clears each new page, and a world waits for its first commit.
-
-
 class Growth:
     """Growth of one buffer, which no other thread uses before ``wait`` has returned."""
 

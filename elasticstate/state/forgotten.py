@@ -28,9 +28,6 @@ from elasticstate.log import logger
 from elasticstate.state.base import State
 from elasticstate.tracebacks import is_of_the_script
 
-# ------------------------------------------------------------------------------------------------------------ forgotten
-
-
 _KEYS = {LRScheduler: "last_epoch", torch.amp.GradScaler: "_growth_tracker", AveragedModel: "n_averaged"}
 """Classes of such objects, and a key by which the result of their ``state_dict()`` can be told."""
 

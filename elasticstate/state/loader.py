@@ -29,9 +29,6 @@ from elasticstate.state.sampler import (
     world_size,
 )
 
-# --------------------------------------------------------------------------------------------------------------- loader
-
-
 _OURS = ("sampler", "batch_sampler", "generator")
 _THEIRS = (
     "num_workers",

@@ -25,9 +25,6 @@ from elasticstate.state.values import (
     rebuild,
 )
 
-# --------------------------------------------------------------------------------------------------------- module state
-
-
 OR_HOOK = ", or change it in a function passed to state.register_restore_pre_hook()"
 """End of errors about a structure that the training has changed."""
 

@@ -22,9 +22,6 @@ from elasticstate.errors import StateError
 from elasticstate.state.module_state import OR_HOOK, parameters_of, registries_of
 from elasticstate.state.values import Captured, Leaf, flatten, rebuild
 
-# ------------------------------------------------------------------------------------------------------ optimizer state
-
-
 GroupNames = list[list[str | None]]
 """Names of the parameters of each group; None for a parameter without a name."""
 

@@ -29,9 +29,6 @@ from elasticstate.state.buffer import Buffer, Incoming, find_targets
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured, Values
 
-# ----------------------------------------------------------------------------------------------------------------- peer
-
-
 _LOOK_INTERVAL_S = 0.001
 
 Content = tuple[int, int, int]

@@ -51,9 +51,6 @@ from elasticstate.state.values import (
     split_by_kind,
 )
 
-# ---------------------------------------------------------------------------------------------------------- live values
-# LiveValues: a summary of the live values of one rank, for a comparison of ranks of which some hold no commit.
-
 
 class LiveValues:
     """The live values of one rank (see ``divergence.Comparable``). Tensors of a device are copied one by one.
@@ -135,9 +132,6 @@ def has_same_bytes(live: Array, stored: Array) -> bool:
 def _number(value: object) -> int:
     """Return a 63-bit hash of a value."""
     return digest(msgspec.msgpack.encode(value)) >> 1
-
-
-# ------------------------------------------------------------------------------------------------------------- snapshot
 
 
 class Snapshot:

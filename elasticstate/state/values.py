@@ -20,9 +20,6 @@ from elasticstate.errors import StateError
 from elasticstate.state.layout import Entry, Frame, view
 from elasticstate.state.loader import is_stateful
 
-# --------------------------------------------------------------------------------------------------------------- values
-
-
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Captured: TypeAlias = Mapping[str, Any]  # name -> tensor | numpy array | picklable object
 

@@ -164,10 +164,6 @@ def _abort_after_exception(world: Any) -> None:
         world.Abort(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- alone
-# SoloLoop: ``run`` under plain ``python train.py``.
-
-
 class SoloLoop:
     """A world of one, without a driver. Commits are in ordinary memory, and there are no other workers to wait for."""
 

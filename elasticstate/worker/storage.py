@@ -22,8 +22,6 @@ from elasticstate.net.messages import BufferGrown, GrowBuffer
 from elasticstate.state.peer import PeerStorage
 from elasticstate.state.reshard import copy_ranges
 
-# -------------------------------------------------------------------------------------------------------------- storage
-
 
 class AgentStorage:
     """The two buffers of a slot (see :class:`elasticstate.state.buffer.CommitStorage`).

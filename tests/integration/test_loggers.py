@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from elasticstate.loggers.log import TransactionLog
+from elasticstate.loggers.sinks import TransactionLog
 from tests.kit.forks import PACKAGE, SCRIPTS
 from tests.kit.job import Hosts, Job
 

@@ -15,9 +15,6 @@ from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.optimizer import drop_all
 from elasticstate.horovod.process_sets import members_of
 
-# ---------------------------------------------------------------------------------------------------------------- state
-
-
 __all__ = ["ObjectState", "State", "TorchState"]
 
 _MIXED = 3  # horovod.runner.elastic.worker.HostUpdateResult: hosts may be added and removed

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from elasticstate.errors import UsageError
 from elasticstate.loggers import Point, ProgressBar, Sink, TensorBoard, WandB
-from elasticstate.loggers.log import TransactionLog, required
+from elasticstate.loggers.sinks import TransactionLog, required
 
 BEGINNING = """
 import pathlib, sys, wandb
@@ -56,7 +56,7 @@ def test_the_events_of_another_job_do_not_count(tmp_path: Path, monkeypatch: pyt
     other.open(1)
     other.write(points(1))
     other.close()
-    monkeypatch.setattr("elasticstate.loggers.tensorboard.job_name", lambda: "mine")
+    monkeypatch.setattr("elasticstate.loggers.sinks.job_name", lambda: "mine")
     sink = TensorBoard(tmp_path)
     sink.open(1)
     sink.write(points(1))
