@@ -219,7 +219,7 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------------------------- parameters
 
-    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the parameters that require gradients and are new. Their buckets come last."""
         new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._left}
         for group in plan(list(new.values())):
@@ -481,7 +481,7 @@ def DistributedOptimizer(
     distributed._reducer = reducer
     distributed._must_reduce = True
     distributed._is_synchronized = False
-    reducer.adopt(_parameters(optimizer))
+    reducer.add(_parameters(optimizer))
     return cast(O, distributed)
 
 
@@ -561,7 +561,7 @@ class _Distributed(torch.optim.Optimizer):
         self._is_synchronized = True
 
     def _reduce(self) -> None:
-        self._reducer.adopt(_parameters(self._plain))  # some parameters may have been frozen before
+        self._reducer.add(_parameters(self._plain))  # some parameters may have been frozen before
         self._reducer.synchronize()
 
     @contextmanager
@@ -599,7 +599,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._plain.add_param_group(param_group)
-        self._reducer.adopt(_parameters(self._plain))
+        self._reducer.add(_parameters(self._plain))
 
 
 def _check_groups(groups: object) -> None:

@@ -1,4 +1,7 @@
-"""State: values that a job commits, restores and syncs. Independent of their types and of the session in use."""
+"""State: values that a job commits, restores and syncs. Independent of their types and of the session in use.
+
+``ObjectState`` is the state of plain values, and ``search`` finds the objects to which a value refers.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +145,7 @@ class State(Joinable):
     Without ``run``, commits stay in this process as (0, 1), (0, 2), ...; under ``elasticrun`` that raises UsageError.
     """
 
-    _is_not_searched = True  # see base.py
+    _is_not_searched = True  # see _children
 
     def __init__(self, **values: Any) -> None:
         for name in values:

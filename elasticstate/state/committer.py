@@ -77,7 +77,7 @@ class Committer:
         self.is_behind = False
         """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
         self._peers: PeerCopies | None = None  # of commits of the other workers of this host
-        self.is_adopted = False
+        self.is_prefetched = False
         """True if the only commit is one that was copied from another worker before the first world."""
         self._stored: StoredParts | None = None  # durable copy of a sharded state, from which this world starts
         self.has_followed = False
@@ -128,7 +128,7 @@ class Committer:
     @property
     def has_own_commit(self) -> bool:
         """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
-        is_replaced = self.is_adopted and self.session.rank in self.session.lacking
+        is_replaced = self.is_prefetched and self.session.rank in self.session.lacking
         return self.snapshot.newest is not None and not is_replaced
 
     def use_stored(self, parts: StoredParts | None) -> None:
@@ -412,7 +412,7 @@ class Committer:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
         return number_of_names(self._live._value_kinds()) if self._peers and self._peers.can_read else 0
 
-    def adopt(self) -> bool:
+    def prefetch(self) -> bool:
         """Copy the newest commit of another worker of this host, and make it the live state.
 
         Return False if there is none that is newer than this worker's own.
@@ -428,8 +428,8 @@ class Committer:
                 targets = self._targets(self.snapshot.incoming_objects)
             self.snapshot.seal_incoming(commit, self.snapshot.load_incoming(targets))
             self._record_commits()
-            self.is_adopted = self.resume()
-        return self.is_adopted
+            self.is_prefetched = self.resume()
+        return self.is_prefetched
 
     def read_ahead(self, near: Container[int], rank: int, root_slot: int, generation: int) -> None:
         """Begin to copy the root's newest commit, if this rank reads the root's state in the world to come.
@@ -440,7 +440,7 @@ class Committer:
         self.settle()
         if self._peers is not None and rank in near:
             # Without a commit, a failed world would leave the state of none. Hooks need the objects of a commit first.
-            is_ahead = self.is_adopted and not self._live._has_pre_hooks()
+            is_ahead = self.is_prefetched and not self._live._has_pre_hooks()
             live = self._targets(lambda: None) if is_ahead else None
             self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation, live)
 
@@ -542,7 +542,7 @@ class Committer:
             self._load_from(session.follows, start)
         elif session.rank in session.near:
             self._read(start)
-        self.is_adopted = False
+        self.is_prefetched = False
         self.has_followed = session.follows is not None
         self.drop_gradients()
         self._synced_generation = session.generation

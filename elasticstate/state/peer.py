@@ -1,6 +1,6 @@
 """Commits of another worker of the same host, which a newcomer reads from their memory without any group.
 
-A newcomer does so twice. Before its first READY it adopts the newest commit of its host: then its optimizer has its
+A newcomer does so twice. Before its first READY it copies the newest commit of its host: then its optimizer has its
 state, and its memory is in use. When the others have stopped for it, it copies the root's commit, and they do not have
 to send it.
 
@@ -230,10 +230,10 @@ class PeerReader:
 
 
 # ---------------------------------------------------------------------------------------------------------- peer copies
-# Copies of commits of other workers of the host, which a newcomer makes into its own buffers (see peer.py).
+# Copies of commits of other workers of the host, which a newcomer makes into its own buffers.
 #
-# A newcomer that has adopted a commit loads the next one into its live state already while the group of the next
-# world is created. If that world never trains, the adopted commit is restored, as after each failure.
+# A newcomer that has copied a commit before its first world loads the next one into its live state already while the
+# group of the next world is created. If that world never trains, the copied commit is restored, as after each failure.
 
 
 class PeerCopies:

@@ -1,8 +1,8 @@
 """Reshard: reads the parts that this worker needs out of copies that other workers have made of their parts.
 
-The parts of a new world rarely are those of the old one. Each needed block is cut into the blocks that the copies have,
-and their bytes go straight into the new local tensors. No whole tensor is made. Blocks that are not contiguous in their
-target, or lie on a device, pass through a staging buffer of ``STAGING_BYTES``.
+The parts of a new world rarely are those of the old one. Each needed region of a tensor is cut into the regions that
+the copies have, and their bytes go straight into the new local tensors. No whole tensor is made. Regions that are not
+contiguous in their target, or lie on a device, pass through a staging buffer of ``STAGING_BYTES``.
 
 The copy reader verifies bytes: where a copy is served, its checksum was compared with the seal.
 """
@@ -35,18 +35,18 @@ from elasticstate.state.buffer import LENGTH_BYTES, Buffer, dtype_name
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, digest, parse_header, round_up, torch_dtype
 from elasticstate.state.values import Values
 
-# --------------------------------------------------------------------------------------------------------------- blocks
-# Blocks of tensors, and the contiguous runs of bytes that they consist of in two places.
+# -------------------------------------------------------------------------------------------------------------- regions
+# Regions of tensors, and the contiguous runs of bytes that they consist of in two places.
 
 
 STAGING_BYTES = 64 << 20
-"""Size of the buffer for blocks that cannot be read directly into their target."""
+"""Size of the buffer for regions that cannot be read directly into their target."""
 RUN_BYTES = 8 << 10
 """One more range in a request costs about as much as these bytes."""
 
 
-class Box(NamedTuple):
-    """A block of a tensor: ``begin[d] <= index[d] < end[d]``."""
+class Region(NamedTuple):
+    """A region of a tensor: ``begin[d] <= index[d] < end[d]``."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
@@ -59,22 +59,22 @@ class Box(NamedTuple):
     def is_empty(self) -> bool:
         return any(end <= begin for begin, end in zip(self.begin, self.end, strict=True))
 
-    def within(self, other: Box) -> Box:
+    def within(self, other: Region) -> Region:
         """Return the common part, which may be empty."""
-        return Box(tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end)))
+        return Region(tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end)))
 
-    def without(self, other: Box) -> Iterator[Box]:
-        """Yield disjoint blocks that make up what is not in ``other``, a part of this block."""
+    def without(self, other: Region) -> Iterator[Region]:
+        """Yield disjoint regions that make up what is not in ``other``, a part of this region."""
         begin, end = list(self.begin), list(self.end)
         for d in range(len(begin)):
             if begin[d] < other.begin[d]:
-                yield Box(tuple(begin), (*end[:d], other.begin[d], *end[d + 1 :]))
+                yield Region(tuple(begin), (*end[:d], other.begin[d], *end[d + 1 :]))
             if other.end[d] < end[d]:
-                yield Box((*begin[:d], other.end[d], *begin[d + 1 :]), tuple(end))
+                yield Region((*begin[:d], other.end[d], *begin[d + 1 :]), tuple(end))
             begin[d], end[d] = other.begin[d], other.end[d]
 
-    def relative_to(self, origin: tuple[int, ...]) -> Box:
-        return Box(
+    def relative_to(self, origin: tuple[int, ...]) -> Region:
+        return Region(
             tuple(at - start for at, start in zip(self.begin, origin, strict=True)),
             tuple(at - start for at, start in zip(self.end, origin, strict=True)),
         )
@@ -83,19 +83,19 @@ class Box(NamedTuple):
         return tuple(map(slice, self.begin, self.end))
 
 
-def box_of(shard: Shard, sizes: Sequence[int]) -> Box:
-    return Box(shard.offsets, tuple(offset + size for offset, size in zip(shard.offsets, sizes, strict=True)))
+def region_of(shard: Shard, sizes: Sequence[int]) -> Region:
+    return Region(shard.offsets, tuple(offset + size for offset, size in zip(shard.offsets, sizes, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRead:
-    """A block to read. ``at`` is the block in the stored part, ``into`` that in the target."""
+class RegionRead:
+    """A region to read. ``at`` is the region in the stored part, ``into`` that in the target."""
 
     offset: int  # of the stored part in the file
     stored: tuple[int, ...]  # sizes of the stored part
-    at: Box
+    at: Region
     target: torch.Tensor
-    into: Box
+    into: Region
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -121,61 +121,61 @@ def _strides(sizes: Sequence[int], item_bytes: int) -> list[int]:
     return strides
 
 
-def _outer_dimensions(item: BlockRead, sizes: tuple[int, ...]) -> int:
+def _outer_dimensions(item: RegionRead, sizes: tuple[int, ...]) -> int:
     """Return the number of dimensions over which a run does not extend that is contiguous in both tensors.
 
     ``sizes``: of the contiguous tensor that gets the bytes.
     """
-    block = item.at.sizes
-    d = len(block)
-    while d > 1 and block[d - 1] == item.stored[d - 1] == sizes[d - 1]:
+    extent = item.at.sizes
+    d = len(extent)
+    while d > 1 and extent[d - 1] == item.stored[d - 1] == sizes[d - 1]:
         d -= 1
     return max(0, d - 1)
 
 
 def runs(
-    item: BlockRead, content: memoryview, sizes: tuple[int, ...], begin: tuple[int, ...]
+    item: RegionRead, content: memoryview, sizes: tuple[int, ...], begin: tuple[int, ...]
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield the contiguous runs of an item: (offset in the file, place in a contiguous tensor of ``sizes``).
 
-    ``begin``: where the block begins in that tensor.
+    ``begin``: where the region begins in that tensor.
     """
     item_bytes = item.target.element_size()
-    block = item.at.sizes
+    extent = item.at.sizes
     outer = _outer_dimensions(item, sizes)
-    run = math.prod(block[outer:]) * item_bytes
+    run = math.prod(extent[outer:]) * item_bytes
     from_strides, to_strides = _strides(item.stored, item_bytes), _strides(sizes, item_bytes)
     at = item.offset + sum(map(int.__mul__, item.at.begin, from_strides))
     to = sum(map(int.__mul__, begin, to_strides))
-    for index in itertools.product(*map(range, block[:outer])):
+    for index in itertools.product(*map(range, extent[:outer])):
         here = to + sum(map(int.__mul__, index, to_strides))
         yield at + sum(map(int.__mul__, index, from_strides)), content[here : here + run]
 
 
-def prefers_span(item: BlockRead) -> bool:
+def prefers_span(item: RegionRead) -> bool:
     """Return True if it is cheaper to read the rows of the stored part whole than to read each run of an item.
 
     False for a single run, which needs no staging buffer.
     """
-    block = item.at.sizes
-    if len(block) < 2:
+    extent = item.at.sizes
+    if len(extent) < 2:
         return False
     outer = _outer_dimensions(item, tuple(item.target.shape))
-    needed = math.prod(block) * item.target.element_size()
+    needed = math.prod(extent) * item.target.element_size()
     span = _span_bytes(item)
     row = math.prod(item.stored[1:]) * item.target.element_size()
-    return row <= STAGING_BYTES and span < needed + (math.prod(block[:outer]) - 1) * RUN_BYTES
+    return row <= STAGING_BYTES and span < needed + (math.prod(extent[:outer]) - 1) * RUN_BYTES
 
 
-def _span_bytes(item: BlockRead) -> int:
+def _span_bytes(item: RegionRead) -> int:
     return item.at.sizes[0] * math.prod(item.stored[1:]) * item.target.element_size()
 
 
-def staged_bytes(item: BlockRead) -> int:
+def staged_bytes(item: RegionRead) -> int:
     return _span_bytes(item) if prefers_span(item) else math.prod(item.at.sizes) * item.target.element_size()
 
 
-def in_pieces(item: BlockRead) -> Iterator[BlockRead]:
+def in_pieces(item: RegionRead) -> Iterator[RegionRead]:
     """Yield parts of an item that fit into the staging buffer: halves of its first long dimension, again and again."""
     if staged_bytes(item) <= STAGING_BYTES:
         yield item
@@ -183,33 +183,33 @@ def in_pieces(item: BlockRead) -> Iterator[BlockRead]:
     d = next(d for d, size in enumerate(item.at.sizes) if size > 1)
     half = item.at.sizes[d] // 2
     for first in (True, False):
-        at, into = (_half(box, d, half, first) for box in (item.at, item.into))
-        yield from in_pieces(BlockRead(item.offset, item.stored, at, item.target, into))
+        at, into = (_half(region, d, half, first) for region in (item.at, item.into))
+        yield from in_pieces(RegionRead(item.offset, item.stored, at, item.target, into))
 
 
-def _half(box: Box, d: int, size: int, first: bool) -> Box:
-    middle = box.begin[d] + size
+def _half(region: Region, d: int, size: int, first: bool) -> Region:
+    middle = region.begin[d] + size
     if first:
-        return Box(box.begin, (*box.end[:d], middle, *box.end[d + 1 :]))
-    return Box((*box.begin[:d], middle, *box.begin[d + 1 :]), box.end)
+        return Region(region.begin, (*region.end[:d], middle, *region.end[d + 1 :]))
+    return Region((*region.begin[:d], middle, *region.begin[d + 1 :]), region.end)
 
 
 def staged(
-    item: BlockRead, staging: torch.Tensor, content: memoryview
+    item: RegionRead, staging: torch.Tensor, content: memoryview
 ) -> tuple[list[tuple[int, memoryview]], tuple[torch.Tensor, torch.Tensor]]:
-    """Return the ranges to read into the staging buffer, and then the copy: (block of the target, its value)."""
-    block, dtype = item.at.sizes, item.target.dtype
+    """Return the ranges to read into the staging buffer, and then the copy: (region of the target, its value)."""
+    extent, dtype = item.at.sizes, item.target.dtype
     target = item.target.detach()[item.into.slices()]
     size = staged_bytes(item)
     if prefers_span(item):
-        rows = staging[:size].view(dtype).view(block[0], *item.stored[1:])
-        at = item.offset + item.at.begin[0] * (size // block[0])
+        rows = staging[:size].view(dtype).view(extent[0], *item.stored[1:])
+        at = item.offset + item.at.begin[0] * (size // extent[0])
         return [(at, content[:size])], (
             target,
-            rows[item.at.relative_to((item.at.begin[0], *[0] * (len(block) - 1))).slices()],
+            rows[item.at.relative_to((item.at.begin[0], *[0] * (len(extent) - 1))).slices()],
         )
-    value = staging[:size].view(dtype).view(block)
-    return list(runs(item, content, block, (0,) * len(block))), (target, value)
+    value = staging[:size].view(dtype).view(extent)
+    return list(runs(item, content, extent, (0,) * len(extent))), (target, value)
 
 
 # --------------------------------------------------------------------------------------------------------------- shards
@@ -300,7 +300,7 @@ def chunk_of(
     ``shape``: of the whole tensor. ``splits``: one for each dimension of the mesh.
 
     The first dimensions of the mesh cut first, except strided ones, which cut after all others, and in reverse order:
-    FSDP2 shards a tensor that tensor parallelism has sharded before. So each part is one block.
+    FSDP2 shards a tensor that tensor parallelism has sharded before. So each part is one region.
 
     Raises ValueError for strided placements in another arrangement.
     """
@@ -491,11 +491,11 @@ class CommitCopies:
         logger.warning("commit %s of slot %s cannot be read on host %s: %s", copy.commit, copy.slot, copy.host, text)
         self._failures.append((copy, text))
 
-    def _raise_if_unreadable(self, missing: Mapping[str, Sequence[Box]]) -> None:
+    def _raise_if_unreadable(self, missing: Mapping[str, Sequence[Region]]) -> None:
         """Raise CollectiveError if copies could not be read: the next world has others."""
         if not self._failures:
             return
-        names = [_described(name, boxes) for name, boxes in itertools.islice(missing.items(), MAX_NAMES)]
+        names = [_described(name, regions) for name, regions in itertools.islice(missing.items(), MAX_NAMES)]
         more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
         hosts = [f"{copy.host} (slot {copy.slot}: {error})" for copy, error in self._failures]
         raise CollectiveError(
@@ -521,8 +521,8 @@ class CommitCopies:
                     f"{name} is {piece.shard.shape} of {piece.local.dtype}, in the commit {shape} of {dtype}. Attach "
                     "the same objects as the worker that committed."
                 )
-        missing = {name: [box_of(piece.shard, piece.local.shape)] for name, piece in targets.items()}
-        missing = {name: boxes for name, boxes in missing.items() if not boxes[0].is_empty}
+        missing = {name: [region_of(piece.shard, piece.local.shape)] for name, piece in targets.items()}
+        missing = {name: regions for name, regions in missing.items() if not regions[0].is_empty}
         if when_opened is not None:
             self._open_all(targets, missing)
             when_opened()
@@ -533,22 +533,22 @@ class CommitCopies:
                 missing = left
         if missing:
             self._raise_if_unreadable(missing)
-            names = [_described(name, boxes) for name, boxes in itertools.islice(missing.items(), MAX_NAMES)]
+            names = [_described(name, regions) for name, regions in itertools.islice(missing.items(), MAX_NAMES)]
             raise StateError(f"The copies of the commit do not contain {listed(names)}.")
 
-    def _open_all(self, targets: Mapping[str, Piece], missing: Mapping[str, list[Box]]) -> None:
+    def _open_all(self, targets: Mapping[str, Piece], missing: Mapping[str, list[Region]]) -> None:
         """Open the copies that ``load`` reads. Raises CollectiveError if one is needed that cannot be read."""
-        left: Mapping[str, list[Box]] = missing
+        left: Mapping[str, list[Region]] = missing
         copies = self._each()
         while left and (opened := next(copies, None)) is not None:
             _, left = _cut(opened, targets, left)
         if left:
             self._raise_if_unreadable(left)
 
-    def _transfer(self, items: Sequence[BlockRead], opened: _Opened) -> bool:
+    def _transfer(self, items: Sequence[RegionRead], opened: _Opened) -> bool:
         """Read items into their targets. Return True. Raises CopyError."""
         ranges: list[tuple[int, memoryview]] = []
-        through: list[BlockRead] = []
+        through: list[RegionRead] = []
         for item in items:
             if item.target.is_cpu and item.target.is_contiguous() and not prefers_span(item):
                 ranges += runs(item, bytes_of(item.target), tuple(item.target.shape), item.into.begin)
@@ -559,7 +559,7 @@ class CommitCopies:
             self._stage(opened, through)
         return True
 
-    def _stage(self, opened: _Opened, items: Sequence[BlockRead]) -> None:
+    def _stage(self, opened: _Opened, items: Sequence[RegionRead]) -> None:
         """Read items into a staging buffer, as many at once as it has place for, and copy them into their targets."""
         sizes = [round_up(staged_bytes(item), ALIGNMENT_BYTES) for item in items]
         staging = torch.empty(min(max(STAGING_BYTES, max(sizes)), sum(sizes)), dtype=torch.uint8)
@@ -595,36 +595,36 @@ class CommitCopies:
 
 
 def _cut(
-    opened: _Opened, targets: Mapping[str, Piece], missing: Mapping[str, Sequence[Box]]
-) -> tuple[list[BlockRead], dict[str, list[Box]]]:
-    """Return the blocks to read from a copy, and what is missing then."""
-    items: list[BlockRead] = []
-    left: dict[str, list[Box]] = {}
-    for name, boxes in missing.items():
+    opened: _Opened, targets: Mapping[str, Piece], missing: Mapping[str, Sequence[Region]]
+) -> tuple[list[RegionRead], dict[str, list[Region]]]:
+    """Return the regions to read from a copy, and what is missing then."""
+    items: list[RegionRead] = []
+    left: dict[str, list[Region]] = {}
+    for name, regions in missing.items():
         entry = opened.entries.get(name)
         shard = opened.frame.sharding.shards.get(name)
         if entry is None or shard is None or not entry.size_bytes:
-            left[name] = list(boxes)
+            left[name] = list(regions)
             continue
-        stored = box_of(shard, entry.shape)
+        stored = region_of(shard, entry.shape)
         piece = targets[name]
-        rest: list[Box] = []
-        for box in boxes:
-            common = box.within(stored)
+        rest: list[Region] = []
+        for region in regions:
+            common = region.within(stored)
             if common.is_empty:
-                rest.append(box)
+                rest.append(region)
                 continue
-            rest += box.without(common)
+            rest += region.without(common)
             at, into = common.relative_to(shard.offsets), common.relative_to(piece.shard.offsets)
-            items.append(BlockRead(opened.frame.tensors + entry.offset, entry.shape, at, piece.local, into))
+            items.append(RegionRead(opened.frame.tensors + entry.offset, entry.shape, at, piece.local, into))
         if rest:
             left[name] = rest
     return items, left
 
 
-def _described(name: str, boxes: Sequence[Box]) -> str:
+def _described(name: str, regions: Sequence[Region]) -> str:
     places = ", ".join(
-        "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.begin, box.end, strict=True)) + "]" for box in boxes
+        "[" + ", ".join(f"{a}:{b}" for a, b in zip(region.begin, region.end, strict=True)) + "]" for region in regions
     )
     return f"{name}{places}"
 

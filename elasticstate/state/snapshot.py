@@ -361,7 +361,7 @@ class Snapshot:
         """Return the content of the newest intact commit, after copying it into the values of ``live`` that it fits.
 
         One pass over the memory verifies and copies, so the content of ``live`` is undefined if this raises. Values
-        that the pass cannot copy (another layout in memory) are left to the caller: see ``load_value``. A damaged
+        that the pass cannot copy (other strides in memory) are left to the caller: see ``load_value``. A damaged
         commit is discarded with a warning. The returned values are views of the buffer: copy them, never keep them.
 
         Raises StateError if there is no intact commit.

@@ -47,9 +47,7 @@ from elasticstate.state.session import LiveState
 from elasticstate.state.values import Captured, dumps, split_by_kind
 
 # ------------------------------------------------------------------------------------------------------------ tick plan
-# Plan of a tick record: which tensors of a state are copied at each tick, and what is known of the others.
-#
-# See tick_record.py for the kinds of tensors.
+# Which tensors of a state are copied at each tick, and what is known of the others.
 
 
 LARGE_BYTES = 1 << 18

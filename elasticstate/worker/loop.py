@@ -532,23 +532,25 @@ class WorkerLoop:
             warmup()
         if not has_joined:
             _freeze_memory()
-        may_adopt = not has_joined and not self._environment.one_copy
-        self._resume(may_adopt)
+        may_prefetch = not has_joined and not self._environment.one_copy
+        self._resume(may_prefetch)
         if self._committer.commits[0] is None:
             self._state._require_picklable()
         self._sentinel.record_commits(*self._committer.commits)
 
-    def _resume(self, may_adopt: bool) -> None:
+    def _resume(self, may_prefetch: bool) -> None:
         """Load the commit that an earlier worker has left in this slot, or else that of another worker of this host.
 
         Raises StateMisfitError: the commit stays for a process that it fits, and this one ends before any other worker
         stops for it.
         """
         try:
-            if not self._committer.resume() and may_adopt:
-                self._committer.adopt()
+            if not self._committer.resume() and may_prefetch:
+                self._committer.prefetch()
         except StateMisfitError:
-            if not (may_adopt and self._committer.adopt()):  # the others may have trained on, in another structure
+            if not (
+                may_prefetch and self._committer.prefetch()
+            ):  # the others may have trained on, in another structure
                 raise
 
     def _pass_gate(self) -> None:

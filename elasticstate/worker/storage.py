@@ -85,7 +85,7 @@ class HostPeers:
 
 
 class LocalCopies:
-    """Reader of all copies (see state.shards.CopyReader). ``close`` also closes the client.
+    """Reader of all copies (see state.reshard.CopyReader). ``close`` also closes the client.
 
     The copy server verifies a copy when it is opened. Only then this reader maps the file, and only if the file has the
     content that was opened. From then on, the agent does not use that file for another copy.
