@@ -113,7 +113,6 @@ def init(comm: object = None, process_sets: object = None) -> None:
     Raises UsageError for a ``comm``, and if the processes of another launcher cannot form a world.
     """
     world.init(comm)
-    world.start_by_environment()
     if process_sets is None or isinstance(process_sets, str):
         return
     given_sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [process_sets]

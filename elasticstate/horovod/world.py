@@ -267,6 +267,7 @@ def init(comm: object = None) -> None:
     if _initialized_in is None:
         atexit.register(_leave_at_exit)
     _initialized_in = os.getpid()
+    _start_by_environment()
 
 
 def shutdown() -> None:
@@ -470,7 +471,7 @@ def stop_timeline() -> None:
     recorder.close()
 
 
-def start_by_environment() -> None:
+def _start_by_environment() -> None:
     """Start the timeline that HOROVOD_TIMELINE names, unless one is started. DYNAMIC: the script starts it."""
     path = extension.environment_variable("HOROVOD_TIMELINE")
     if path and path != "DYNAMIC" and timeline.present() is None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol, TypeVar
 
 from elasticstate import _native, tracebacks
-from elasticstate.compat import process_groups, standard_library
+from elasticstate.compat import standard_library
 from elasticstate.core.types import Collective, CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
@@ -350,6 +350,8 @@ class Sentinel:
 
     def _send_where(self, generation: int, text: str = "") -> None:
         """Send the last collectives, and the place of the main thread. ``text``: the error with which it left there."""
+        from elasticstate.compat import process_groups  # here, so that this module can be imported without torch
+
         stack = standard_library.stack_of(threading.main_thread())
         entered = tuple(Collective(*record) for record in process_groups.last_collectives(self._entered_ns))
         where = text or "".join(stack.format())

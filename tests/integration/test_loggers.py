@@ -14,7 +14,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from elasticstate.loggers.log import TransactionLog
 from elasticstate.loggers.sinks import TransactionLog
 from tests.kit.forks import PACKAGE, SCRIPTS
 from tests.kit.job import Hosts, Job

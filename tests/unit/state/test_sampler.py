@@ -20,15 +20,15 @@ def test_outside_a_world_it_is_rank_0_of_1() -> None:
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
-    worker_codec = {}
+    orders = {}
     for seed in (0, 5):
         for epoch in (0, 1):
             sampler = sampler_at(100, 0, 1, seed=seed)
             sampler.set_epoch(epoch)
-            worker_codec[seed, epoch] = tuple(sampler)
-            assert worker_codec[seed, epoch] == tuple(sampler)
+            orders[seed, epoch] = tuple(sampler)
+            assert orders[seed, epoch] == tuple(sampler)
             assert sorted(sampler) == list(range(100))
-    assert len(set(worker_codec.values())) == 4
+    assert len(set(orders.values())) == 4
 
 
 def test_indices_are_plain_integers() -> None:

@@ -16,7 +16,7 @@ import ctypes, resource, sys
 PR_SET_THP_DISABLE = 41  # else the kernel may give huge pages to some blocks, and page faults tell nothing
 assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 import torch
-from elasticstate.worker import heap
+from elasticstate.worker import loop as heap
 
 def faults_of(count, megabytes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

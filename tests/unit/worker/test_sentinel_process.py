@@ -31,7 +31,7 @@ gc.disable()  # imports make no garbage
 import ctypes, os, signal, socket, sys, threading, time
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
-from elasticstate.net import messages, worker_codec
+from elasticstate.net import messages
 from elasticstate.worker.sentinel import Sentinel
 gc.enable()
 
