@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elasticstate.check.report import Line
-    from elasticstate.core.types import WorkerId, World
+    from elasticstate.core.ids import WorkerId
+    from elasticstate.core.types import World
     from elasticstate.net.messages import FromAgent, ToAgent
     from elasticstate.net.trust import Trust
     from elasticstate.options import Options

@@ -22,7 +22,8 @@ import msgspec
 from elasticstate.driver.report import OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
-from elasticstate.failures import WorkerFailure, status_of
+from elasticstate.exit_status import status_of
+from elasticstate.failures import WorkerFailure
 from elasticstate.log import logger
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.options import declarations, read_options, temporary_directory

@@ -6,13 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elasticstate.core.types import (
-    CommitId,
-    DurableSource,
-    Placement,
-    ShardSource,
-    WorkerId,
-)
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import DurableSource, Placement, ShardSource
 from elasticstate.errors import NotInWorldError
 from elasticstate.options import launched_local_rank, worker_environment
 

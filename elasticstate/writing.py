@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.net.messages import OutputTrouble
 
 # -------------------------------------------------------------------------------------------------------------- writing

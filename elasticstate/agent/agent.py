@@ -46,7 +46,8 @@ from elasticstate.agent.workers import (
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.copies.pusher import HostCopies, Target, Targets
-from elasticstate.core.types import SlotId, WorkerId, number_of
+from elasticstate.core.ids import SlotId, WorkerId
+from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
 from elasticstate.net import codec, messages
 from elasticstate.net.agent_status import AgentStatus

@@ -21,7 +21,7 @@ from elasticstate.commits import commit_tag, grow, part_tag
 from elasticstate.copies.pusher import HostCopies
 from elasticstate.copies.server import Notify, NotifyDropped
 from elasticstate.copies.store import Source
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.durable.copies import crc32c
 from elasticstate.durable.parts import cut
 from elasticstate.net.messages import Place

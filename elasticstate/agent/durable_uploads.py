@@ -31,7 +31,7 @@ from elasticstate.agent.storage import HostStorage
 from elasticstate.agent.worker import start_command
 from elasticstate.commits import owner_of
 from elasticstate.copies.store import CopyStore
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.durable.copies import (
     ABSENT,
     BUSY,
@@ -42,7 +42,7 @@ from elasticstate.durable.copies import (
     UNCHANGED,
 )
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.machine import format_bytes
 from elasticstate.net.messages import (
     CompleteDurable,

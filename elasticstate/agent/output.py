@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.net.messages import OutputTail, OutputTrouble
 from elasticstate.options import Options
 from elasticstate.terminal import message

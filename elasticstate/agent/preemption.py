@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from elasticstate.failures import how_it_ended, signal_name
+from elasticstate.exit_status import how_it_ended, signal_name
 from elasticstate.net import messages
 from elasticstate.net.messages import Launch
 from elasticstate.options import Options, agent_variable, inherited_environment

@@ -28,7 +28,7 @@ from elasticstate.commits import (
     owner_of,
     result_file,
 )
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
 from elasticstate.private import make_file

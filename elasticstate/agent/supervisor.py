@@ -10,12 +10,8 @@ from collections.abc import Callable, Mapping
 from elasticstate.agent.connection import DriverConnection
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.worker import WorkerHandle, stamps_interval_s
-from elasticstate.core.types import (
-    CallReport,
-    CopyFigures,
-    WatchCalls,
-    WorkerId,
-)
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import CallReport, CopyFigures, WatchCalls
 from elasticstate.net import messages
 from elasticstate.options import Options
 

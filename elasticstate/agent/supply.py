@@ -14,7 +14,7 @@ from elasticstate.agent.connection import DriverConnection
 from elasticstate.agent.storage import HostStorage
 from elasticstate.agent.worker import WorkerHandle
 from elasticstate.agent.workers import Results
-from elasticstate.core.types import CommitId, SlotId, WorkerId
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages
 from elasticstate.net.link import WorkerConnection

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from elasticstate.agent import exec_shim
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.net.link import (
     IMPORTING,
     PADDING_VARIABLE,

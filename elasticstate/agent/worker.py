@@ -23,8 +23,9 @@ from elasticstate import tracebacks
 from elasticstate._native import ControlPage
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Audience, Pump
-from elasticstate.core.types import CallReport, CommitId, WorkerId
-from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import CallReport
+from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 from elasticstate.net import messages
 from elasticstate.net.messages import STACKS_SIGNAL, Place, Stamp
 from elasticstate.options import inherited_environment, missing_temporary_directory

@@ -35,7 +35,8 @@ from elasticstate.agent.worker import (
 )
 from elasticstate.commits import RESULT_HEAD_BYTES, result_hasher
 from elasticstate.copies.pusher import HostCopies
-from elasticstate.core.types import CommitId, PlainPlace, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import PlainPlace
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import codec, messages
 from elasticstate.net.link import AgentSocket, ForkRequest, StoreListener

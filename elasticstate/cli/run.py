@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
-from elasticstate.core.types import without_case
+from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
 from elasticstate.options.kinds import parse_host

@@ -13,7 +13,8 @@ from elasticstate._native import checksum
 from elasticstate.copies import wire
 from elasticstate.copies.store import Sealed
 from elasticstate.copies.wire import Wire
-from elasticstate.core.types import CopyOf, SlotId
+from elasticstate.core.ids import SlotId
+from elasticstate.core.types import CopyOf
 from elasticstate.errors import CollectiveError, CopyError
 
 KEYED_BYTES = 1 << 20

@@ -22,7 +22,8 @@ from elasticstate.copies import wire
 from elasticstate.copies.server import CopyConnection, CopyServer, Library, Notify, NotifyDropped
 from elasticstate.copies.store import CopyStore, SealedSlot, SlotBuffers, Source, parts_of
 from elasticstate.copies.wire import Wire
-from elasticstate.core.types import CommitId, CopyFigures, SlotId
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CopyFigures
 from elasticstate.errors import CopyError
 
 # --------------------------------------------------------------------------------------------------------------- pusher

@@ -19,7 +19,7 @@ from math import inf
 from elasticstate.copies import wire
 from elasticstate.copies.store import CopyStore, SlotBuffers, Source
 from elasticstate.copies.wire import ANSWER_BYTES, MAGIC, Wire
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.net.names import LocalPeers
 

@@ -28,7 +28,7 @@ import msgspec
 
 from elasticstate._native import ControlPage, checksum, copy
 from elasticstate.commits import commit_tag, grow, owner_of, part_tag
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
 

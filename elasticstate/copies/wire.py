@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elasticstate.copies.store import MAX_HEADER_BYTES, Sealed
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 
 MAGIC = b"escopy\x00\x01"

@@ -7,6 +7,7 @@ from math import inf
 
 from elasticstate.core.commits import awaited
 from elasticstate.core.hangs import standstill_line
+from elasticstate.core.ids import SlotId
 from elasticstate.core.sharded import awaited_copies
 from elasticstate.core.state import (
     Draft,
@@ -21,13 +22,7 @@ from elasticstate.core.state import (
     by_discovery as hosts_of,
     living_members,
 )
-from elasticstate.core.types import (
-    SHOWN,
-    SlotId,
-    listed,
-    number_of,
-    ranks_text,
-)
+from elasticstate.core.types import SHOWN, listed, number_of, ranks_text
 
 # --------------------------------------------------------------------------------------------------------------- stalls
 # Stalls: calls in which some ranks wait for ranks that have not made the call. Lookups and texts; read-only.

@@ -33,7 +33,7 @@ from elasticstate.core.state import (
     Worker,
 )
 from elasticstate.core.stragglers import pace_reported
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))
 """Signals by which a process ends itself: an error of the script. Others come from outside."""

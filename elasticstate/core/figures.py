@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from elasticstate.core.types import CommitId, number_of
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import number_of
 
 # --------------------------------------------------------------------------------------------------------- time account
 # Account of a job's time. Wall time = goodput + badput by cause, exactly, for each generation and for the job.

@@ -5,14 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.state import (
-    LEASE_MARGIN,
-    Draft,
-    Forming,
-    Policy,
-    Waiting,
-    Worker,
-)
+from elasticstate.core.policy import LEASE_MARGIN, Policy
+from elasticstate.core.state import Draft, Forming, Waiting, Worker
 from elasticstate.core.worlds import keeps
 
 

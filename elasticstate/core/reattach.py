@@ -22,16 +22,8 @@ from elasticstate.core.figures import (
 )
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
-from elasticstate.core.state import (
-    Draft,
-    Failure,
-    Finishing,
-    Host,
-    Policy,
-    Running,
-    Ticking,
-    Worker,
-)
+from elasticstate.core.policy import Policy
+from elasticstate.core.state import Draft, Failure, Finishing, Host, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership
 from elasticstate.core.types import ShardLayout, listed
 from elasticstate.core.worlds import NOTHING, keeps

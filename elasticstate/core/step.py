@@ -24,6 +24,7 @@ from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
 from elasticstate.core.hangs import end_standstill
 from elasticstate.core.plain import together, together_deadlines
+from elasticstate.core.policy import Policy
 from elasticstate.core.running import (
     finishing,
     finishing_deadlines,
@@ -49,7 +50,6 @@ from elasticstate.core.state import (
     Ledger,
     Membership,
     Over,
-    Policy,
     Running,
     Stopping,
     Together,

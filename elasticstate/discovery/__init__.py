@@ -11,7 +11,7 @@ The driver asks a source again and again, and keeps the last valid answer (drive
 
 from __future__ import annotations
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.options import Options
 from elasticstate.plug_ins import plug_in

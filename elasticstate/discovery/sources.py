@@ -6,10 +6,10 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from elasticstate.core.types import HostSlots, without_case
+from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.machine import slots_of_this_machine
 from elasticstate.options import Options, slurm_allocation
 from elasticstate.options.kinds import parse_host

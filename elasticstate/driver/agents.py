@@ -17,7 +17,7 @@ from pathlib import Path
 from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend
 from elasticstate.core import types as t
-from elasticstate.core.types import without_case
+from elasticstate.core.ids import without_case
 from elasticstate.driver.beats import next_beat
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import BackgroundTasks, EventQueue, JobState, Journal
@@ -25,7 +25,7 @@ from elasticstate.driver.output import CountedLines, OutputTroubles, Tails
 from elasticstate.driver.reattach import Reattachment
 from elasticstate.driver.report import LaunchResults
 from elasticstate.errors import OptionError
-from elasticstate.failures import signal_name
+from elasticstate.exit_status import signal_name
 from elasticstate.launchers import AgentProcess, HostLaunchers
 from elasticstate.launchers.local import AdoptedAgent, DialledIn
 from elasticstate.machine import version

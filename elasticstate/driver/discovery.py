@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from elasticstate.core.types import HostSlots, without_case
+from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import DiscoveryError
 from elasticstate.net.names import learn_full_name

@@ -17,17 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.state import Over, Running, Worker
 from elasticstate.core.step import Membership
-from elasticstate.core.types import (
-    CommitId,
-    CopyOf,
-    ShardLayout,
-    ShardSource,
-    SlotId,
-    WorkerId,
-)
+from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
 from elasticstate.driver.job import JobState, Journal
 from elasticstate.durable.copies import (
     HOST,

@@ -10,11 +10,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
 from elasticstate.core.sharded import is_sharded
-from elasticstate.core.state import Policy
 from elasticstate.core.step import new_membership, step
-from elasticstate.core.types import WorkerId
 from elasticstate.driver.reattach import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures

@@ -17,9 +17,10 @@ from typing import Any, cast
 
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.hangs import no_tick_text
+from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Running, Together, living_members
 from elasticstate.core.step import Membership
-from elasticstate.core.types import WorkerId, listed, number_of
+from elasticstate.core.types import listed, number_of
 from elasticstate.driver.beats import next_beat
 from elasticstate.driver.job import JobState
 from elasticstate.driver.report import Report

@@ -18,13 +18,8 @@ import msgspec
 
 from elasticstate.commits import ID_FILE
 from elasticstate.core.figures import NO_PAST, PastFigures
-from elasticstate.core.types import (
-    CommitId,
-    HostSlots,
-    Placement,
-    ShardLayout,
-    World,
-)
+from elasticstate.core.ids import CommitId, HostSlots
+from elasticstate.core.types import Placement, ShardLayout, World
 from elasticstate.errors import OptionError
 from elasticstate.options import Options, usable_runtime_directory
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file

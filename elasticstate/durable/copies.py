@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elasticstate._native import checksum
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.durable.storage import CopyStorage, open_storage
 from elasticstate.private import PlantedFileError
 

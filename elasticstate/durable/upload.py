@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import msgspec
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.durable.copies import (
     MANIFEST,
     VERSION,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
+from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import NEWCOMER, assign
-from elasticstate.core.types import WorkerId
-from elasticstate.failures import status_of
+from elasticstate.exit_status import status_of
 from elasticstate.history.event_files import Event, number
 
 # --------------------------------------------------------------------------------------------------------------- copies

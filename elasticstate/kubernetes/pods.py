@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
 from elasticstate.options import Options

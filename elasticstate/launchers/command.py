@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from elasticstate import processes
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.net.messages import Launch
 from elasticstate.writing import Writer

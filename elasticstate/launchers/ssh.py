@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
 
 _SSH_FAILED = 255

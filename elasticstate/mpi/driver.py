@@ -18,7 +18,8 @@ from typing import ClassVar, NamedTuple
 from msgspec import structs
 
 from elasticstate.backends import DriverBackend, DriverServices
-from elasticstate.core.types import Message, WorkerId, World
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import Message, World
 from elasticstate.mpi.broker import (
     BELL,
     RELAY_PORT,

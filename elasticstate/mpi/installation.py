@@ -24,7 +24,7 @@ from elasticstate import processes
 from elasticstate.backends import BackendFindings
 from elasticstate.check.report import Line
 from elasticstate.errors import OptionError
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.options import inherited_environment, temporary_directory
 
 # --------------------------------------------------------------------------------------------------------- installation

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elasticstate.core.types import CommitId, SlotId, WorkerId
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.net import codec, messages
 
 # ----------------------------------------------------------------------------------------------------------------- link

@@ -27,11 +27,11 @@ from enum import IntEnum
 
 import msgspec
 
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import (
     AskWhere as AskWhere,
     CallReport as CallReport,
     CollectivesReport as CollectivesReport,
-    CommitId,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
     CopyFigures,
@@ -44,12 +44,10 @@ from elasticstate.core.types import (
     Placement,
     Release as Release,
     ShardSource,
-    SlotId,
     StartWorker as StartWorker,
     StopWorker as StopWorker,
     Terminate as Terminate,
     WatchCalls as WatchCalls,
-    WorkerId,
 )
 from elasticstate.options import Options
 

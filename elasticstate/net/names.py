@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from elasticstate.core.types import without_case
+from elasticstate.core.ids import without_case
 
 # ---------------------------------------------------------------------------------------------------------------- names
 

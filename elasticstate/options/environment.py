@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.options import kinds
 from elasticstate.options.options import PREFIX

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 
 _HOST_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}"
 _HOST = re.compile(rf"(?P<name>{_HOST_NAME})(?::(?P<slots>\d{{1,18}}))?(?P<attributes>(?:\s+[^\s=:,]+=\S*)*)")

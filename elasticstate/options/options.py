@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from elasticstate.core.state import HOLD_TIMEOUT_S, Policy
+from elasticstate.core.policy import HOLD_TIMEOUT_S, Policy
 from elasticstate.options import kinds
 
 PREFIX = "ELASTICSTATE_"

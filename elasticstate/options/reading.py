@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from elasticstate.core.state import LEASE_MARGIN
+from elasticstate.core.policy import LEASE_MARGIN
 from elasticstate.errors import OptionError
 from elasticstate.options import kinds
 from elasticstate.options.launched import slurm_allocation, slurm_tasks

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.failures import how_it_ended
+from elasticstate.exit_status import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.net.messages import Launch
 from elasticstate.options import Options

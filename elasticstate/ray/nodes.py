@@ -7,7 +7,7 @@ import threading
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
 from elasticstate.options import Options

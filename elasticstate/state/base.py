@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from elasticstate.compat.modules import is_loader, load_state, state_of
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, UnknownValueError, UsageError
 from elasticstate.state.committer import Committer, StateJoinHook
 from elasticstate.state.divergence import Exclusions

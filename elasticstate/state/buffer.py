@@ -21,7 +21,7 @@ import torch
 
 from elasticstate._native import ControlPage, Pieces, checksum, scatter
 from elasticstate.commits import NO_SHARDING, Sharding, commit_tag, part_tag
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.log import logger
 from elasticstate.state.async_commit import CopyStream, CopyStreamOf, copy_stream_of, has_copy_stream

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from elasticstate.commits import NO_SHARDING, Sharding
 from elasticstate.compat import dtensors, torch_tensors
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import (
     CollectiveError,
     CommitStorageError,

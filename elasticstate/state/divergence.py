@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.session import Channel

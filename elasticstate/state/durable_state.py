@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import msgspec
 
-from elasticstate.core.types import CommitId, DurableSource
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import DurableSource
 from elasticstate.durable.copies import (
     DamagedCopyError,
     IncompleteCopyError,

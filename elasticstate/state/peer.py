@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from elasticstate._native import ControlPage
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.buffer import Buffer, Incoming, find_targets

@@ -26,7 +26,8 @@ from elasticstate._native import copy_runs
 from elasticstate.commits import Shard
 from elasticstate.compat import dtensors
 from elasticstate.compat.dtensors import Split
-from elasticstate.core.types import CopyOf, ShardSource, SlotId, listed
+from elasticstate.core.ids import SlotId
+from elasticstate.core.types import CopyOf, ShardSource, listed
 from elasticstate.durable.copies import DamagedCopyError, Manifest, StoredCopies
 from elasticstate.durable.parts import PartReader
 from elasticstate.errors import CollectiveError, CopyError, StateDivergedError, StateError

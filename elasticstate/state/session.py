@@ -10,7 +10,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from elasticstate.core.types import CommitId, ShardSource, listed
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import ShardSource, listed
 from elasticstate.errors import StateError, UsageError
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import digest

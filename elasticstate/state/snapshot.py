@@ -20,7 +20,7 @@ import torch
 
 from elasticstate._native import checksum, checksums, equal, fill, gather, scatter
 from elasticstate.commits import NO_SHARDING, Sharding
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
 from elasticstate.options import commit_device_memory

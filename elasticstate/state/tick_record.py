@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elasticstate._native import checksum, sample
 from elasticstate.compat import torch_tensors
 from elasticstate.compat.torch_tensors import copy_all, exact_versions, quick_versions
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.quick_capture import QuickCapture

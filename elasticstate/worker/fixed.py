@@ -24,8 +24,8 @@ from elasticstate.compat.process_groups import (
     TCPStore,
     rendezvous,
 )
+from elasticstate.core.ids import CommitId
 from elasticstate.core.state import fixed_placement
-from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.log import logger
 from elasticstate.net.link import StoreListener

@@ -41,7 +41,7 @@ from elasticstate import present_world
 from elasticstate.commits import owner_of
 from elasticstate.compat import torch_tensors
 from elasticstate.compat.process_groups import PrefixStore, Store, TCPStore
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, StateMisfitError, UsageError
 from elasticstate.log import logger
 from elasticstate.net import messages

@@ -19,7 +19,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 from elasticstate import _native, tracebacks
 from elasticstate.compat import standard_library
-from elasticstate.core.types import Collective, CommitId, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import Collective
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
 from elasticstate.net import codec, messages

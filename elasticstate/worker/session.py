@@ -10,7 +10,8 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.types import CommitId, ShardSource, SlotId
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import ShardSource
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
 from elasticstate.state.reshard import CopyReader

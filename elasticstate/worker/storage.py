@@ -15,7 +15,8 @@ import torch
 from elasticstate._native import ControlPage, FileMap
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.store import Sealed
-from elasticstate.core.types import CommitId, CopyOf, SlotId
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CopyOf
 from elasticstate.errors import CommitStorageError, CopyError
 from elasticstate.net.link import Given, StorageLink
 from elasticstate.net.messages import BufferGrown, GrowBuffer

@@ -42,7 +42,7 @@ import psutil
 from watching import cpu_s, page, scrape
 
 from elasticstate.agent.worker import stamps_interval_s
-from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.control import Stream
 from elasticstate.net.trust import NAME, Trust

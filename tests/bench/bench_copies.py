@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from elasticstate.copies.client import CopyClient  # noqa: E402
 from elasticstate.copies.pusher import Target  # noqa: E402
-from elasticstate.core.types import CommitId, CopyOf, SlotId  # noqa: E402
+from elasticstate.core.ids import CommitId, SlotId  # noqa: E402
+from elasticstate.core.types import CopyOf  # noqa: E402
 from tests.kit.commits import KEY, Host  # noqa: E402
 
 MB = 1 << 20

@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Iterable
 
+from elasticstate.core.ids import CommitId, HostSlots
 from elasticstate.core.step import Membership, new_membership, step
 from elasticstate.core.types import (
     AgentJoined,
-    CommitId,
     Event,
     FirstTick,
     HostsDiscovered,
-    HostSlots,
     PublishWorld,
     Several,
     WorkerExited,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate import TorchState
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.session import HeldCommits
 

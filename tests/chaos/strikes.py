@@ -14,7 +14,7 @@ import psutil
 
 from elasticstate.agent.worker import sealed_commits
 from elasticstate.commits import owner_of
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from tests.chaos.plan import KINDS, Fault
 from tests.kit.job import Hosts, Job
 from tests.kit.network import Host, Network

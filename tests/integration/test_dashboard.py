@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Running, Straggler
-from elasticstate.core.types import CopyFigures, WorkerId
+from elasticstate.core.types import CopyFigures
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
 from elasticstate.driver.dashboard.view import History, View, view_of
 from elasticstate.driver.job import JobState

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from tests.kit.job import Job
 from tests.kit.pages import page_at
 

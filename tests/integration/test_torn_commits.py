@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticstate import TorchState
 from elasticstate._native import checksum
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import rng
 from elasticstate.state.base import committer_of

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.messages import Launch

@@ -14,7 +14,7 @@ from elasticstate._native import ControlPage, checksum
 from elasticstate.commits import commit_tag, owner_of, part_tag
 from elasticstate.copies.pusher import HostCopies, Target
 from elasticstate.copies.store import CopyStore, Sealed, layout_digest
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 
 KEY = b"k" * 32
 JOB = "job"

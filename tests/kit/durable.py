@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.durable.copies import copy_name
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
 from elasticstate.state.buffer import PrivateStorage

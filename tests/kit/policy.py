@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elasticstate.core.state import Policy
+from elasticstate.core.policy import Policy
 from elasticstate.options import Options
 
 

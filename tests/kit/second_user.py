@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elasticstate.commits import buffer_file, control_file, owner_of
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state.snapshot import Snapshot
 from tests.kit.pages import page_at
 

@@ -30,12 +30,8 @@ import torch.distributed as dist
 
 from elasticstate.commits import Shard as Place, Sharding
 from elasticstate.compat.dtensors import Split
-from elasticstate.core.types import (
-    CommitId,
-    CopyOf,
-    ShardSource,
-    SlotId,
-)
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CopyOf, ShardSource
 from elasticstate.errors import CopyError
 from elasticstate.state.peer import SealReader
 from elasticstate.state.reshard import Piece, SealedContent, chunk_of

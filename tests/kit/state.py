@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elasticstate.core.types import CommitId, ShardSource
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import ShardSource
 from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of

@@ -32,7 +32,7 @@ KNOWN = {
     "mpi.worker": {"worker"},
 }
 WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "state", "worker", *LIBRARIES}
-WITH_SOCKETS = {"copies", "net", "mpi.relay"}
+WITH_SOCKETS = {"copies", "net", "mpi.broker"}
 SOCKETS = {"socket", "socketserver", "ssl", "http", "urllib"}
 WITH_ENVIRONMENT = {"options", "mpi.holder"}
 ONLY_IN = {  # libraries that an option or a command needs: they are imported only for it

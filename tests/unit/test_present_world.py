@@ -10,7 +10,8 @@ import torch
 
 import elasticstate as elastic
 from elasticstate import extension, present_world
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import Placement
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from elasticstate.core.types import SlotId, WorkerId
+from elasticstate.core.ids import SlotId, WorkerId
 from elasticstate.driver.dashboard.view import View, difference
 from elasticstate.driver.output import Tails
 from elasticstate.net.names import is_own_host

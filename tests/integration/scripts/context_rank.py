@@ -36,7 +36,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional
 from collectives import check_all
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.driver import decode_request
 from elasticstate.options import WorkerEnvironment

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 from elasticstate.discovery import Hosts, HostSource
 from elasticstate.launchers.command import CommandLauncher
 

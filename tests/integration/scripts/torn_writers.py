@@ -23,7 +23,7 @@ import torch
 
 from elasticstate import TorchState
 from elasticstate._native import ControlPage
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot

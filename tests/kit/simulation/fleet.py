@@ -14,7 +14,8 @@ from math import inf
 from typing import Literal
 
 from elasticstate.core import types as t
-from elasticstate.core.state import Over, Policy
+from elasticstate.core.policy import Policy
+from elasticstate.core.state import Over
 from elasticstate.core.step import (
     new_membership,
     next_deadline,

@@ -11,17 +11,10 @@ from math import inf
 
 from elasticstate.core import commits, partition, types as t
 from elasticstate.core.figures import NAMES
+from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting
-from elasticstate.core.state import (
-    Count,
-    Finishing,
-    Host,
-    Over,
-    Policy,
-    Running,
-    Waiting,
-)
+from elasticstate.core.state import Count, Finishing, Host, Over, Running, Waiting
 from elasticstate.core.step import Membership, Transition, next_deadline
 from tests.kit.simulation.oracle import naive_placements
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import Placement
 
 
 def naive_placements(

@@ -14,15 +14,8 @@ from typing import Any
 from hypothesis import Phase, given, seed, settings
 
 from elasticstate.core import types as t
-from elasticstate.core.state import (
-    Finishing,
-    Forming,
-    Membership,
-    Policy,
-    Running,
-    Stopping,
-    Worker,
-)
+from elasticstate.core.policy import Policy
+from elasticstate.core.state import Finishing, Forming, Membership, Running, Stopping, Worker
 from tests.kit.policy import policy_of
 
 HOSTS = ("a", "b", "c", "d")

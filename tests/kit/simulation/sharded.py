@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.state import Policy
+from elasticstate.core.policy import Policy
 from elasticstate.core.step import Transition
 from elasticstate.core.types import ShardLayout
 from tests.kit.simulation.job import HOSTS, Job

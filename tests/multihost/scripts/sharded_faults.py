@@ -28,7 +28,8 @@ from faults import Fault, Faults
 
 import elasticstate as elastic
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.types import CommitId, CopyOf
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import CopyOf
 from elasticstate.state import snapshot
 from elasticstate.state.base import committer_of
 from elasticstate.state.buffer import Buffer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.net import messages
 from tests.kit.agent import SEAL, SPEAK, Scene, W, play
 

@@ -9,7 +9,8 @@ import pytest
 
 from elasticstate.agent.supervisor import Calls
 from elasticstate.agent.worker import WorkerHandle
-from elasticstate.core.types import CallReport, WatchCalls, WorkerId
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import CallReport, WatchCalls
 from elasticstate.net import messages
 
 A, B = WorkerId("h", 0, 1), WorkerId("h", 1, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.net import codec, messages
 from tests.kit.agent import SEAL, SPEAK, Scene, W, play
 

@@ -22,7 +22,7 @@ from elasticstate.agent.copies import (
     stage,
 )
 from elasticstate.copies.store import Sealed, Source
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.net.messages import Place
 from elasticstate.private import open_directory
 from elasticstate.state.snapshot import Snapshot

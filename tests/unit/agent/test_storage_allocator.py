@@ -13,7 +13,7 @@ import pytest
 from elasticstate.agent.storage import HostStorage, StorageAllocator, grow, rounded_up
 from elasticstate.commits import CommitDirectory, buffer_file
 from elasticstate.copies.store import CopyStore
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
 from tests.kit.commits import JOB, KEY, put

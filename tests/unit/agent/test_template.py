@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.net import messages
 from tests.kit.agent import Scene, play
 from tests.kit.sources import ROOT

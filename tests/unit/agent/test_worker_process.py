@@ -14,7 +14,7 @@ import pytest
 
 from elasticstate.agent.output import Audience, Outputs, Pump
 from elasticstate.agent.worker import Ending, WorkerProcess, start_command
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.options import Options
 from elasticstate.processes import session_members
 

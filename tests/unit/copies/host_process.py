@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from elasticstate.copies.pusher import Target
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from tests.kit.commits import Host
 
 

@@ -15,7 +15,8 @@ from typing import ClassVar
 import pytest
 
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.types import CommitId, CopyOf, SlotId
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CopyOf
 from tests.kit.commits import KEY, Host, content, wait_until
 from tests.kit.proxy import Proxy
 

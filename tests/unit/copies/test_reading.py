@@ -14,7 +14,8 @@ import pytest
 
 from elasticstate.copies import server
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.types import CommitId, CopyOf, SlotId
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CopyOf
 from elasticstate.errors import CollectiveError, CopyError
 from tests.kit.commits import KEY, Host, Worker, wait_until
 from tests.kit.proxy import Proxy, flip_once

@@ -16,7 +16,8 @@ import pytest
 from elasticstate.copies import pusher
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.pusher import Target
-from elasticstate.core.types import CommitId, CopyOf, SlotId
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import CopyOf
 from tests.kit.commits import KEY, Host, wait_until
 from tests.kit.proxy import Proxy, flip_once
 

@@ -13,7 +13,8 @@ import pytest
 from elasticstate.copies import wire
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.server import MAX_UNAUTHENTICATED
-from elasticstate.core.types import CommitId, CopyOf
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import CopyOf
 from elasticstate.errors import CopyError
 from tests.kit.commits import KEY, Host
 

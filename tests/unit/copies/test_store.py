@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elasticstate.commits import CommitDirectory, remove_dead
 from elasticstate.copies.store import CopyStore
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from tests.kit.commits import JOB, KEY, Host, content, put, seal_of
 

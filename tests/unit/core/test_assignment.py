@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import NEWCOMER, assign
-from elasticstate.core.types import WorkerId
 from tests.kit.simulation.oracle import naive_placements
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.state import Policy
+from elasticstate.core.policy import Policy
 from elasticstate.core.step import Membership, new_membership, step
 from elasticstate.core.types import MAX_SLOTS, MAX_SLOTS_OF_HOST, within_limits
 from elasticstate.driver.status import status_text

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout
 from hypothesis import given, strategies as st
 
-from elasticstate.core.types import SlotId, WorkerId
+from elasticstate.core.ids import SlotId, WorkerId
 from elasticstate.driver.dashboard.server import (
     INTERVAL_S,
     QUIET_INTERVAL_S,

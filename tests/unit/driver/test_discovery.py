@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, host_source
 from elasticstate.discovery.sources import parse_hosts, run_script
 from elasticstate.driver.discovery import Discovery

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.types import CommitId, SlotId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.durable.copies import (
     ABSENT,
     BUSY,

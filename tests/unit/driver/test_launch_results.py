@@ -9,16 +9,10 @@ import msgspec
 
 from elasticstate.agent.workers import Results
 from elasticstate.commits import result_hasher
+from elasticstate.core.ids import HostSlots, WorkerId
 from elasticstate.core.state import Membership
 from elasticstate.core.step import new_membership, step
-from elasticstate.core.types import (
-    AgentJoined,
-    HostsDiscovered,
-    HostSlots,
-    RootCause,
-    WorkerExited,
-    WorkerId,
-)
+from elasticstate.core.types import AgentJoined, HostsDiscovered, RootCause, WorkerExited
 from elasticstate.driver.report import (
     OUTCOME_FILE,
     LaunchOutcome,

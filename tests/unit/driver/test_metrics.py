@@ -18,9 +18,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticstate.core.accounting import figures_of
+from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Running, Straggler
 from elasticstate.core.step import Membership
-from elasticstate.core.types import CommitId, CopyFigures, WorkerId
+from elasticstate.core.types import CopyFigures
 from elasticstate.driver.job import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
 from elasticstate.driver.metrics_port import metrics_served

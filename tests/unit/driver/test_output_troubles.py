@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.driver.output import OutputTroubles
 from elasticstate.driver.report import Report
 from elasticstate.net.messages import OutputTrouble

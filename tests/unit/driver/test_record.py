@@ -12,15 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elasticstate.core.ids import CommitId, HostSlots, WorkerId
 from elasticstate.core.state import assign
 from elasticstate.core.step import new_membership, step
-from elasticstate.core.types import (
-    CommitId,
-    HostsDiscovered,
-    HostSlots,
-    WorkerId,
-    World,
-)
+from elasticstate.core.types import HostsDiscovered, World
 from elasticstate.driver.reattach import Keeper, first_record, next_record
 from elasticstate.driver.record import JobDirectory, Record, find_job
 from elasticstate.errors import OptionError

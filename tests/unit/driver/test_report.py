@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.figures import JobFigures, Losses, Times
-from elasticstate.core.types import RootCause, WorkerId
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import RootCause
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import OptionError
-from elasticstate.failures import NO_WORLD_HINT, WorkerFailure
+from elasticstate.exit_status import NO_WORLD_HINT
+from elasticstate.failures import WorkerFailure
 
 STARTED = {"generation": 0, "np": 4, "min_np": 2, "max_np": None}
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from safetensors.torch import load_file
 
 from elasticstate.cli import main
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.durable.copies import (
     MANIFEST,
     VERSION,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError, OptionError

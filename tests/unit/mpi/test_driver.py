@@ -11,12 +11,8 @@ import msgspec
 import pytest
 
 from elasticstate.backends import DriverServices
-from elasticstate.core.types import (
-    CommitId,
-    Placement,
-    WorkerId,
-    World,
-)
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import Placement, World
 from elasticstate.mpi.driver import MpiDriver
 from elasticstate.net import messages
 from elasticstate.options import Options

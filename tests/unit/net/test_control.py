@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.net import codec, messages, strangers
 from elasticstate.net.control import (
     AgentStream,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticstate.core.types import CommitId, Placement, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import Placement
 from elasticstate.net import codec, messages
 from elasticstate.net.messages import as_runs, from_runs
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.errors import UsageError
 from elasticstate.options import LaunchedPlace, WorkerEnvironment, launched_place, refusal_of_other_launchers
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticstate.core.state import Policy
-from elasticstate.core.types import HostSlots, WorkerId
+from elasticstate.core.ids import HostSlots, WorkerId
+from elasticstate.core.policy import Policy
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.net import messages

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
 from tests.integration.scripts.slow_device import SlowDevice

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elasticstate.commits import NO_SHARDING
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import TorchState, async_commit
 from elasticstate.state.base import committer_of

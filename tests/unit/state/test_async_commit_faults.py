@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import OptionError
 from elasticstate.options import COMMIT_DEVICE_MEMORY
 from elasticstate.state import async_commit

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from elasticstate.commits import Shard as Place, Sharding
 from elasticstate.compat import dtensors
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError, UsageError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of

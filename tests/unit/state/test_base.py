@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from elasticstate import present_world
-from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.options import WorkerEnvironment
 from elasticstate.state import ObjectState, State, TorchState

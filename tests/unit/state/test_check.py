@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of

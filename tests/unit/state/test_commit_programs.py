@@ -26,7 +26,7 @@ import elasticstate
 from elasticstate.agent.storage import HostStorage, StorageAllocator
 from elasticstate.agent.worker import Liveness
 from elasticstate.commits import CommitDirectory
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.net.link import Given
 from elasticstate.net.messages import BufferGrown, GrowBuffer
 from elasticstate.state.snapshot import Snapshot

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.state import ObjectState, State, TorchState
 from elasticstate.state.base import committer_of

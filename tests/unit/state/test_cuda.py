@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot

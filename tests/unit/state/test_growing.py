@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, StateMisfitError
 from elasticstate.state import TorchState
 from elasticstate.state.base import State, committer_of

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CommitStorageError, StateError, StateMisfitError
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import peer, rng
 from elasticstate.state.buffer import PrivateStorage

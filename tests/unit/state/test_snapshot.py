@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import write_into

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state import (
     ObjectState,
     TorchState,

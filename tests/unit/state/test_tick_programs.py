@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from elasticstate import TorchState
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.values import flatten
 from tests.kit.state import Member, World

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elasticstate import ObjectState, TorchState
 from elasticstate.compat import torch_tensors
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.state import tick_record
 from elasticstate.state.base import committer_of
 from tests.kit.state import Member, World

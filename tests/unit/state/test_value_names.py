@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, StateMisfitError
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from elasticstate import _native
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import Placement
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.worker import sentinel as sentinel_module

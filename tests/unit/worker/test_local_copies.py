@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.types import CommitId, CopyOf
+from elasticstate.core.ids import CommitId
+from elasticstate.core.types import CopyOf
 from elasticstate.errors import CollectiveError, CopyError
 from elasticstate.worker.storage import LocalCopies
 from tests.kit.commits import KEY, Host, content, seal_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from elasticstate.compat import process_groups
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.options import WorkerEnvironment, set_unless_given
 from elasticstate.worker import contexts

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import Placement
 from elasticstate.present_world import WorldView
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.loop import store_address

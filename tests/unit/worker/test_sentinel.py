@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elasticstate import _native
-from elasticstate.core.types import CommitId, Placement, WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import Placement
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.net import codec, messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.ids import WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from tests.kit.pages import page_at

@@ -10,7 +10,7 @@ import torch
 
 from elasticstate.agent.storage import HostStorage, grow
 from elasticstate.commits import CommitDirectory, buffer_file
-from elasticstate.core.types import CommitId
+from elasticstate.core.ids import CommitId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net.link import Given
 from elasticstate.net.messages import BufferGrown, GrowBuffer
