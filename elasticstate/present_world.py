@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import DurableSource, Placement, ShardSource
+from elasticstate.core.ids import WorkerId
+from elasticstate.core.types import Placement
 from elasticstate.errors import NotInWorldError
+from elasticstate.net.messages import WorldView
 from elasticstate.options import launched_local_rank, worker_environment
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class WorldView:
-    """A world from the view of one member."""
-
-    generation: int
-    placement: Placement
-    size: int
-    root: int  # rank with the newest state
-    lacking: tuple[int, ...]  # ranks that need the root's state
-    store_host: str
-    store_port: int
-    verify_sync: bool = False
-    records_ticks: bool = False
-    fresh: bool = False  # all members are new processes
-    near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their host
-    root_slot: int = 0  # of the root, on its host
-    line: CommitId | None = None  # the commit from which a sharded job starts
-    sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
-    durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
-    one_copy: bool = False  # with --one-copy-per-host
-    follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
-    local_place: int = 0  # place among the workers of its host, without gaps
-
-    @property
-    def rank(self) -> int:
-        return self.placement.rank
 
 
 _present: WorldView | None = None
@@ -50,21 +22,27 @@ def enter(view: WorldView) -> None:
     """Make ``view`` the present world: for the functions below, and in the environment variables."""
     global _present
     _present = view
-    place = view.placement
+    place, (host, port) = view.placement, view.store_address
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(view.size),
         LOCAL_RANK=str(libraries_local_rank()),
         LOCAL_WORLD_SIZE=str(place.local_size),
-        MASTER_ADDR=view.store_host,
-        MASTER_PORT=str(view.store_port),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
     )
 
 
 def alone() -> WorldView:
     """Return the world of one, for a script that was not started by ``elasticrun``."""
     me = WorkerId("localhost", 0, 1)
-    return WorldView(1, Placement(me, 0, 0, 1, True, 0, 1), 1, 0, (), "127.0.0.1", 0, fresh=True)
+    return fixed(Placement(me, 0, 0, 1, True, 0, 1), 1, "127.0.0.1:0")
+
+
+def fixed(placement: Placement, size: int, store: str, local_place: int = 0) -> WorldView:
+    """Return a world that never changes: another launcher has started it, or none. All members are new processes."""
+    lacking = ((1, size),) if size > 1 else ()
+    return WorldView("", 1, placement, size, 0, lacking, store, 0.0, 0.0, False, fresh=True, local_place=local_place)
 
 
 def world() -> WorldView:

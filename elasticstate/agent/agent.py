@@ -55,10 +55,10 @@ from elasticstate.net.control import Refused
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.messages import (
     AgentWarning,
-    Damaged,
-    Dropped,
+    CommitDamaged,
+    CopyDropped,
+    CopyKept,
     JobSpec,
-    Kept,
     Launch,
     Shutdown,
 )
@@ -141,9 +141,9 @@ class DriverMessages:
             case messages.ReplicateOrder(commit, targets):
                 self._allocator.keep_copies(len(targets))
                 self._copies.replicate(commit, _by_slot(targets))
-            case messages.StopReplicationOrder():
+            case messages.StopReplication():
                 self._copies.stop_replication()
-            case messages.ForgetCopiesOrder(before, besides):
+            case messages.ForgetCopies(before, besides):
                 self._copies.forget(before, besides)
             case messages.Acknowledgement(number):
                 self._supervisor.renew_lease(number)
@@ -182,7 +182,7 @@ class DriverMessages:
             if isinstance(body, messages.Leave):
                 self._workers.kill_later(worker)
 
-    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldMessage], ...]) -> None:
+    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldView], ...]) -> None:
         self._reporter.has_a_world()
         for worker, world in worlds:
             self._supervisor.world_size = world.size
@@ -347,7 +347,7 @@ class WorkerMessages:
             case messages.RunUsed():
                 handle.joined = 0  # the place with which it was started does not count any more
                 self._stores.close_next()
-                self._driver.send(messages.FromWorker(worker, message))
+                self._driver.send(messages.WorkerUsesRun(worker))
             case messages.GrowBuffer(index, size):
                 self._tasks.begin(self._grow_buffer(handle, index, size))
             case messages.Attached():
@@ -355,11 +355,15 @@ class WorkerMessages:
                 self._driver.send(messages.FromWorker(worker, message))
             case messages.CallReport():
                 self._calls.received(handle, message, asyncio.get_running_loop().time())
+            case messages.Synced() | messages.CommitSize() | messages.BackendRequest():
+                if isinstance(message, messages.CommitSize):
+                    self._allocator.expect(worker.slot, message.bytes, message.to_come)
+                self._driver.send(messages.BesidesCore(worker, message))
+            case messages.RequestStorage():
+                pass  # not on this connection
             case _:
                 if isinstance(message, messages.First):
                     self._allocator.begin_ticks()
-                if isinstance(message, messages.CommitSize):
-                    self._allocator.expect(worker.slot, message.bytes, message.to_come)
                 if isinstance(message, messages.WorkerPreemptionNotice):
                     handle.notice = message
                 elif isinstance(message, messages.LASTING):
@@ -465,7 +469,7 @@ class Agent:
         launch = self._launch
         driver = self._driver = DriverConnection(launch)
         spec, received = await find_driver(driver, launch.wait_s)
-        preemption = PreemptionWatch(driver.send)
+        preemption = PreemptionWatch(self._launch.host, driver.send)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupted, preemption, driver)
         if signal.SIGTERM in received:
             preemption.signalled(signal.SIGTERM)
@@ -547,9 +551,9 @@ class Agent:
             attachment.local_address,
             launch.connect_timeout_s,
             spec.options.replica_rate,
-            lambda slot, commit: driver.send(Kept(slot, commit)),
-            lambda keeper, slot, commit, reason: driver.send(Dropped(keeper, slot, commit, reason)),
-            lambda slot, commit: driver.send(Damaged(slot, commit)),
+            lambda slot, commit: driver.send(CopyKept(launch.host, slot, commit)),
+            lambda keeper, slot, commit, reason: driver.send(CopyDropped(keeper, slot, commit, reason)),
+            lambda slot, commit: driver.send(CommitDamaged(slot, commit)),
             outputs.complain,
         )
         supervisor.copy_figures = copies.figures

@@ -15,7 +15,7 @@ from contextlib import suppress
 from elasticstate.agent.worker import Child
 from elasticstate.core.types import PlainPlace
 from elasticstate.net.link import StoreListener
-from elasticstate.net.messages import STORE_JOINED, NextStore, StoreJoined
+from elasticstate.net.messages import STORE_JOINED, NextStore, PlainStoreJoined
 
 StartStore = Callable[[StoreListener, int], Awaitable[Child]]
 """Starts the process that serves a listener, with this descriptor as its stderr."""
@@ -28,7 +28,7 @@ class PlainStores:
         self,
         host: str,
         start: StartStore,
-        send: Callable[[NextStore | StoreJoined], None],
+        send: Callable[[NextStore | PlainStoreJoined], None],
         log: Callable[[str], None],
     ) -> None:
         """``host``: the address at which all workers reach this host."""
@@ -95,7 +95,7 @@ class PlainStores:
             while line := (await reader.readline()).decode(errors="replace").rstrip():
                 if line == STORE_JOINED:
                     self.joined = generation
-                    self._send(StoreJoined(generation))
+                    self._send(PlainStoreJoined(generation))
                 else:
                     self._log(f"store of plain workers: {line}")
         finally:

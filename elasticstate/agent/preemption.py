@@ -24,8 +24,9 @@ class PreemptionWatch:
     The driver receives the notice as soon as it has accepted this agent.
     """
 
-    def __init__(self, send: Callable[[messages.HostPreemptionNotice | messages.AgentWarning], None]) -> None:
+    def __init__(self, host: str, send: Callable[[messages.HostDraining | messages.AgentWarning], None]) -> None:
         """Treat SIGTERM as a notice until the job's options arrive."""
+        self._host = host
         self._send = send
         self._reason = ""  # source and reason of the notice
         self._has_begun = False
@@ -51,7 +52,7 @@ class PreemptionWatch:
     def report(self) -> None:
         """Send the notice to the driver, if there was one; also to a driver that may not have received it."""
         if self._has_begun and self._reason:
-            self._send(messages.HostPreemptionNotice(self._reason))
+            self._send(messages.HostDraining(self._host, self._reason))
 
     async def close(self) -> None:
         """Stop the command, and wait for its end."""

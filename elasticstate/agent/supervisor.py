@@ -166,7 +166,7 @@ class Supervisor:
             reason = handle.liveness.verdict(now, self._options.heartbeat_timeout_s) or self._hangs(handle, now)
             if reason:
                 handle.liveness.end()  # report only once
-                self._driver.send(messages.Unresponsive(handle.process.worker, reason))
+                self._driver.send(messages.WorkerUnresponsive(handle.process.worker, reason))
                 task = asyncio.ensure_future(self._kill_with_stacks(handle))
                 self._kills.add(task)
                 task.add_done_callback(self._kills.discard)

@@ -293,7 +293,7 @@ class WorkerHandle:
     error_file: str  # name of the file to which the worker writes its last exception
     oom_kills: int  # counter of its memory cgroup when the worker started
     joined: int = 0  # generation of the newest world sent to the worker
-    lasting: list[tuple[float, messages.FromWorkerBody]] = field(default_factory=list)
+    lasting: list[tuple[float, messages.Report]] = field(default_factory=list)
     """Messages since then that a new driver needs, each with its time."""
     notice: messages.WorkerPreemptionNotice | None = None  # preemption notice, if any
     waits: int = 0  # number of requests that wait for this agent
@@ -304,7 +304,7 @@ class WorkerHandle:
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
 
-    def lasting_messages(self, now: float) -> list[messages.FromWorkerBody]:
+    def lasting_messages(self, now: float) -> list[messages.Report]:
         """Return the messages that a new driver needs. READY names the present length of the pause."""
         return [_aged(body, now - at) for at, body in self.lasting]
 
@@ -319,7 +319,7 @@ class WorkerHandle:
         return None if self.call is None else msgspec.structs.replace(self.call, waiting_s=self.waited_s(now))
 
 
-def _aged(body: messages.FromWorkerBody, seconds: float) -> messages.FromWorkerBody:
+def _aged(body: messages.Report, seconds: float) -> messages.Report:
     if not isinstance(body, messages.Ready):
         return body
     return msgspec.structs.replace(body, paused_s=body.paused_s + seconds)

@@ -254,7 +254,7 @@ class HostReporter:
         self._storage = storage
         self._stores = stores
         self._copies = copies
-        self._exits: list[messages.Exited] = []  # since this host received its last world
+        self._exits: list[messages.WorkerExited] = []  # since this host received its last world
         self._incarnations: dict[int, int] = {}
         self._placed = 0  # newest world of plain workers
         self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
@@ -271,7 +271,7 @@ class HostReporter:
     def attached(self, worker: WorkerId, message: messages.Attached) -> None:
         self._attached = ((worker, message),)
 
-    def ended(self, exited: messages.Exited) -> None:
+    def ended(self, exited: messages.WorkerExited) -> None:
         self._exits.append(exited)
 
     def has_a_world(self) -> None:
@@ -374,7 +374,7 @@ class Workers:
             handle = await self._starter.start(worker, order.reserve_bytes, place)
         except (OSError, ValueError, CommitStorageError) as error:
             self._outputs.complain(f"could not start {worker}: {error}")
-            self._report_exit(messages.Exited(worker, 0, 127, None, f"could not be started: {error}"))
+            self._report_exit(messages.WorkerExited(worker, 0, 127, None, f"could not be started: {error}"))
             return None
         handle.liveness.set_lease(self._supervisor.lease.until_ns)
         if place is not None:
@@ -409,9 +409,9 @@ class Workers:
         written = tracebacks.read(handle.error_file, self._storage.directory.fd)
         error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
         end = (ending.exit_code, ending.signal, error, time_ns, handle.liveness.commits)
-        self._report_exit(messages.Exited(process.worker, process.pid, *end))
+        self._report_exit(messages.WorkerExited(process.worker, process.pid, *end))
 
-    def _report_exit(self, exited: messages.Exited) -> None:
+    def _report_exit(self, exited: messages.WorkerExited) -> None:
         self._reporter.ended(exited)
         self._driver.send(exited)
 

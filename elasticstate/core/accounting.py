@@ -52,7 +52,7 @@ def activity_of(d: Draft) -> Activity:
         case Running(gate_since=None, first_tick=True):
             return "goodput" if d.ledger.ticking.standstill is None else "no_ticks"
         case Running(gate_since=None):
-            trains = all(member.place == "train" for member in d.members())
+            trains = all(member.place == t.Place.TRAIN for member in d.members())
             return "no_ticks" if trains else "world_formation"
         case Together():
             return "no_ticks"
@@ -96,7 +96,7 @@ def follow(d: Draft) -> None:
         d.update_ledger(account=account)
 
 
-def member_left(d: Draft, ready: t.WorkerReady) -> None:
+def member_left(d: Draft, ready: t.Ready) -> None:
     """Record that a member of the present generation is READY: it stopped training at the end of its last tick."""
     stopped_at, known, account = d.now - ready.paused_s, d.ledger.stopped_at, d.ledger.account
     standstill = d.ledger.ticking.standstill
@@ -181,9 +181,9 @@ def next_generation(d: Draft) -> None:
     d.update_ledger(account=account.with_next_generation(d.now))
 
 
-def first_tick(d: Draft, event: t.FirstTick) -> None:
+def first_tick(d: Draft, first: t.First) -> None:
     """Record that a member of the present world has completed its first tick."""
-    d.update_ledger(account=d.ledger.account.with_first_tick(event.train_s, event.sync_s, d.now))
+    d.update_ledger(account=d.ledger.account.with_first_tick(first.train_s, first.sync_s, d.now))
 
 
 def training_began(d: Draft, at: float) -> None:
@@ -291,11 +291,11 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     sealed = dict(_made(d, start))
     seen = [slot_id for slot_id in sealed if _is_seen(d, slot_id)]
     made = min(sealed.values(), default=NOTHING)
-    readies = [worker.ready for worker in d.workers.values() if worker.ready is not None]
-    reported = {commit for ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
+    readies = [(worker.id.slot_id, worker.ready) for worker in d.workers.values() if worker.ready is not None]
+    reported = {commit for _, ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
     lost = {commit for commit in reported.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
     # A slot has two buffers: if the newer buffer was damaged, the older buffer holds the commit directly before.
-    is_next = any(sealed.get(ready.worker.slot_id) == made and ready.commit == best for ready in readies)
+    is_next = any(sealed.get(slot_id) == made and ready.commit == best for slot_id, ready in readies)
     return len(lost), len(seen) == len(sealed) and is_next
 
 

@@ -33,7 +33,7 @@ from elasticstate.core.state import (
     Worker,
 )
 from elasticstate.core.stragglers import pace_reported
-from elasticstate.exit_status import how_it_ended
+from elasticstate.exit_status import how_it_ended, signal_name
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))
 """Signals by which a process ends itself: an error of the script. Others come from outside."""
@@ -44,32 +44,16 @@ EXIT_0 = "exited with 0 without returning from train"
 def apply(d: Draft, event: t.Event) -> None:
     """Enter one event into the draft."""
     match event:
-        case t.Heartbeat():
-            _heartbeat(d, event)
-        case t.CommitSealed():
-            _commit_sealed(d, event)
-        case t.WorkerReady():
-            _worker_ready(d, event)
+        case t.FromWorker(worker, body):
+            _reported(d, worker, body)
         case t.WorkerExited():
             _worker_exited(d, event)
         case t.WorkerUnresponsive():
             _worker_unresponsive(d, event)
-        case t.WorkerDraining():
-            _worker_draining(d, event)
         case t.WorkerUsesRun():
             plain.run_used(d, event.worker)
         case t.PlainStoreJoined():
             plain.store_joined(d, event)
-        case t.HoldAnswered():
-            _hold_answered(d, event)
-        case t.FailureReported():
-            _failure_reported(d, event)
-        case t.GateEntered():
-            _gate_entered(d, event)
-        case t.FirstTick():
-            _first_tick(d, event)
-        case t.ShardsAttached():
-            sharded.shards_attached(d, event)
         case t.CopyKept():
             sharded.copy_kept(d, event)
         case t.CopyDropped():
@@ -78,13 +62,6 @@ def apply(d: Draft, event: t.Event) -> None:
             d.update_ledger(durable=commit)
         case t.CommitDamaged():
             commits.commit_damaged(d, event)
-        case t.CallReported(name, report):
-            if (worker := _member(d, name, report.generation)) is not None:
-                call_reported(d, worker, report)
-        case t.CollectivesReported(name, collectives):
-            if (reporter := d.workers.get(name)) is not None:
-                collectives_reported(d, reporter, collectives)
-                where_reported(d, reporter, collectives)
         case t.HostsDiscovered():
             hosts_discovered(d, event)
         case t.AgentJoined():
@@ -100,6 +77,48 @@ def apply(d: Draft, event: t.Event) -> None:
                 apply(d, each)
         case t.TimePassed():
             pass
+
+
+def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
+    """Enter one report of a worker."""
+    if isinstance(report, t.Attached):
+        sharded.shards_attached(d, name, report)  # the worker may have died since then
+        return
+    worker = d.workers.get(name)
+    if worker is None:
+        return
+    match report:
+        case t.Stamp():
+            _stamp(d, worker, report)
+        case t.CommitSealed(commit):
+            _commit_sealed(d, worker, commit)
+        case t.Ready():
+            _ready(d, worker, report)
+        case t.WorkerPreemptionNotice(number):
+            _worker_draining(d, worker, number)
+        case t.CollectivesReport():
+            collectives_reported(d, worker, report)
+            where_reported(d, worker, report)
+        case _:
+            if _takes_part(d, worker, report.generation):
+                _member_reported(d, worker, report)
+
+
+def _member_reported(
+    d: Draft, worker: Worker, report: t.HoldAnswer | t.GenerationFailure | t.Gate | t.First | t.CallReport
+) -> None:
+    """Enter a report about the present generation."""
+    match report:
+        case t.HoldAnswer():
+            _hold_answered(d, worker, report)
+        case t.GenerationFailure():
+            _generation_failed(d, worker, report)
+        case t.Gate():
+            _gate_entered(d, worker, report)
+        case t.First():
+            _first_tick(d, report)
+        case t.CallReport():
+            call_reported(d, worker, report)
 
 
 # ------------------------------------------------------------------------------------------------ hosts and agents
@@ -223,7 +242,7 @@ def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cau
 
 
 def _cause_of_exit(d: Draft, worker: Worker, event: t.WorkerExited) -> t.RootCause:
-    if not event.was_started:
+    if not event.pid:
         return d.root_cause(worker, f"{worker.id} {event.error or 'could not be started'}")
     how = how_it_ended(event.exit_code or 0 if event.signal is None else -event.signal)
     cause = d.root_cause(worker, f"{worker.id} {how}", event.error or worker.suspect_error)
@@ -273,10 +292,9 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
     d.put(worker, gone="failed", ready=None)
 
 
-def _worker_draining(d: Draft, event: t.WorkerDraining) -> None:
-    worker = d.workers.get(event.worker)
-    if worker is not None and not worker.draining and not worker.gone:
-        d.put(worker, draining=f"preemption notice: {event.reason}", draining_since=d.now)
+def _worker_draining(d: Draft, worker: Worker, number: int) -> None:
+    if not worker.draining and not worker.gone:
+        d.put(worker, draining=f"preemption notice: {signal_name(number)} to the worker", draining_since=d.now)
 
 
 # ------------------------------------------------------------------------------------------ the messages of workers
@@ -287,35 +305,32 @@ def _record_commit(d: Draft, commit: t.CommitId | None) -> None:
         d.update_ledger(highest=commit)
 
 
-def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
-    worker = d.workers.get(event.worker)
-    if worker is None:
+def _stamp(d: Draft, worker: Worker, stamp: t.Stamp) -> None:
+    _record_commit(d, stamp.commit)
+    if stamp.commit is not None:
+        commits.record_both(d, worker.id.slot_id, stamp.commit, stamp.previous)
+    if worker.ready is not None or stamp.generation != worker.joined:
+        d.put(worker, reported_at=d.now, place=stamp.place)
         return
-    _record_commit(d, event.commit)
-    if event.commit is not None:
-        commits.record_both(d, worker.id.slot_id, event.commit, event.previous)
-    if worker.ready is not None or event.generation != worker.joined:
-        d.put(worker, reported_at=d.now, place=event.place)
-        return
-    has_moved = event.still_s < worker.still_s or event.ticks != worker.ticks or event.place != worker.place
+    has_moved = stamp.still_s < worker.still_s or stamp.ticks != worker.ticks or stamp.place != worker.place
     d.put(
         worker,
         reported_at=d.now,
-        place=event.place,
-        ticks=event.ticks,
-        ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
-        moved_at=max(worker.moved_at, d.now - event.still_s) if has_moved else worker.moved_at,
-        still_s=event.still_s,
-        commit=event.commit or worker.commit,
-        commit_at=worker.commit_at if event.commit in (None, worker.commit) else d.now,
+        place=stamp.place,
+        ticks=stamp.ticks,
+        ticks_at=d.now if stamp.ticks != worker.ticks else worker.ticks_at,
+        moved_at=max(worker.moved_at, d.now - stamp.still_s) if has_moved else worker.moved_at,
+        still_s=stamp.still_s,
+        commit=stamp.commit or worker.commit,
+        commit_at=worker.commit_at if stamp.commit in (None, worker.commit) else d.now,
     )
-    _trains(d, event.worker, event.trained_s)
-    if event.generation == d.generation:
-        accounting.commit_stalled(d, event.commit_s)
-        if event.commit_s and not d.ledger.commits_come:
+    _trains(d, worker.id, stamp.trained_s)
+    if stamp.generation == d.generation:
+        accounting.commit_stalled(d, stamp.commit_s)
+        if stamp.commit_s and not d.ledger.commits_come:
             d.update_ledger(commits_come=True)
-    if event.pace:
-        pace_reported(d, d.workers[worker.id], event.pace)
+    if stamp.pace:
+        pace_reported(d, d.workers[worker.id], stamp.pace)
 
 
 def _trains(d: Draft, name: t.WorkerId, seconds: float) -> None:
@@ -327,17 +342,14 @@ def _trains(d: Draft, name: t.WorkerId, seconds: float) -> None:
             accounting.training_began(d, d.now - seconds)
 
 
-def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
-    worker = d.workers.get(event.worker)
-    if worker is not None:
-        _record_commit(d, event.commit)
-        commits.record_retained(d, worker.id.slot_id, event.commit)
-        d.put(worker, commit=event.commit, commit_at=d.now)
+def _commit_sealed(d: Draft, worker: Worker, commit: t.CommitId) -> None:
+    _record_commit(d, commit)
+    commits.record_retained(d, worker.id.slot_id, commit)
+    d.put(worker, commit=commit, commit_at=d.now)
 
 
-def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
-    worker = d.workers.get(event.worker)
-    if worker is None or worker.gone or event.generation != worker.joined:
+def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
+    if worker.gone or ready.generation != worker.joined:
         return
     if isinstance(d.phase, Stopping):
         stop(d, worker, "the job is being stopped, so there is no other world")
@@ -345,71 +357,67 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         return
     if not worker.uses_run:
         plain.command_uses_run(d, worker.id)
-    _record_commit(d, event.commit)
-    _record_commit(d, event.previous)
-    commits.record_both(d, worker.id.slot_id, event.commit, event.previous, event.sealed)
+    _record_commit(d, ready.commit)
+    _record_commit(d, ready.previous)
+    commits.record_both(d, worker.id.slot_id, ready.commit, ready.previous, ready.sealed)
     if d.slots[worker.id.slot_id].misfit is not None:
         d.put_slot(worker.id.slot_id, misfit=None)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
     if worker.ready is not None:
-        d.put(worker, ready=event, commit=event.commit, reported_at=d.now)
+        d.put(worker, ready=ready, commit=ready.commit, reported_at=d.now)
         return
     d.note("worker_ready", worker=str(worker.id), host=worker.id.host, slot=worker.id.slot)
     d.put(
         worker,
-        ready=event,
+        ready=ready,
         ready_at=d.now,
         reported_at=d.now,
-        commit=event.commit,
-        commit_at=worker.commit_at if event.commit == worker.commit else d.now,
+        commit=ready.commit,
+        commit_at=worker.commit_at if ready.commit == worker.commit else d.now,
         uses_run=True,
         late=False,
         in_gate=False,
         suspect_at=None,
         confirmed_at=None,
     )
-    _trains(d, event.worker, event.trained_s)
+    _trains(d, worker.id, ready.trained_s)
     if d.breaks(worker):
         if not d.ledger.is_broken:
             d.update_ledger(is_broken=True)
-        accounting.member_left(d, event)
+        accounting.member_left(d, ready)
         match d.phase:
             case Running():
-                cause = d.root_cause(worker, f"{worker.id} left generation {event.generation}")
+                cause = d.root_cause(worker, f"{worker.id} left generation {ready.generation}")
                 d.broken.append(Failure(cause, "reported"))
             case Forming(clock=None):
                 d.phase = replace(d.phase, clock=d.now)
 
 
-def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:
-    """Return the worker if it is in ``generation`` and ``generation`` is the present one."""
-    found = d.workers.get(worker)
-    if found is None or found.gone or found.ready is not None or found.late:
-        return None
-    return found if found.joined == generation == d.generation else None
+def _takes_part(d: Draft, worker: Worker, generation: int) -> bool:
+    """Return True if the worker is in ``generation`` and ``generation`` is the present one."""
+    has_left = bool(worker.gone) or worker.ready is not None or worker.late
+    return not has_left and worker.joined == generation == d.generation
 
 
-def _hold_answered(d: Draft, event: t.HoldAnswered) -> None:
-    worker = _member(d, event.worker, event.generation)
+def _hold_answered(d: Draft, worker: Worker, answer: t.HoldAnswer) -> None:
     is_held = isinstance(d.phase, Running) and d.phase.hold_since is not None
-    if worker is not None and is_held and event.number == d.ledger.holds:  # after an older hold the worker went on
-        d.put(worker, answer=(event.ticks, event.in_gate), reported_at=d.now)
+    if is_held and answer.number == d.ledger.holds:  # after an older hold the worker went on
+        d.put(worker, answer=(answer.ticks, answer.in_gate), reported_at=d.now)
 
 
-def _failure_reported(d: Draft, event: t.FailureReported) -> None:
-    worker = _member(d, event.worker, event.generation)
+def _generation_failed(d: Draft, worker: Worker, failure: t.GenerationFailure) -> None:
     live = isinstance(d.phase, Running | Stopping) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
-    if worker is None or not live:
+    if not live:
         return  # END(now) was sent: every suspect has its answer
-    if event.certain:
-        d.broken.append(_what_was_found(d, worker, event))
+    if failure.certain:
+        d.broken.append(_what_was_found(d, worker, failure))
         d.put(worker, reported_at=d.now)
     elif worker.suspect_at is None:
-        d.put(worker, suspect_at=d.now, suspect_error=event.error, reported_at=d.now)
+        d.put(worker, suspect_at=d.now, suspect_error=failure.error, reported_at=d.now)
 
 
-def _what_was_found(d: Draft, worker: Worker, event: t.FailureReported) -> Failure:
+def _what_was_found(d: Draft, worker: Worker, event: t.GenerationFailure) -> Failure:
     """Return the failure behind a member's report of a broken generation: the confirmed own error of another member
     that leaves, or the report itself."""
     suspects = d.workers.values() if d.suspects else ()
@@ -422,21 +430,19 @@ def _what_was_found(d: Draft, worker: Worker, event: t.FailureReported) -> Failu
     return Failure(d.root_cause(first, f"{first.id} failed with its own error", first.suspect_error), "own")
 
 
-def _gate_entered(d: Draft, event: t.GateEntered) -> None:
-    worker = _member(d, event.worker, event.generation)
-    if worker is None or worker.in_gate:
+def _gate_entered(d: Draft, worker: Worker, gate: t.Gate) -> None:
+    if worker.in_gate:
         return
-    d.put(worker, in_gate=True, reported_at=d.now, place="gate")
-    accounting.commit_stalled(d, event.commit_s)
+    d.put(worker, in_gate=True, reported_at=d.now, place=t.Place.GATE)
+    accounting.commit_stalled(d, gate.commit_s)
     if isinstance(d.phase, Running) and d.phase.gate_since is None:
         d.phase = replace(d.phase, gate_since=d.now)
 
 
-def _first_tick(d: Draft, event: t.FirstTick) -> None:
-    worker = _member(d, event.worker, event.generation)
-    if worker is None or not isinstance(d.phase, Running):
+def _first_tick(d: Draft, first: t.First) -> None:
+    if not isinstance(d.phase, Running):
         return
-    accounting.first_tick(d, event)
+    accounting.first_tick(d, first)
     if d.phase.first_tick:
         return
     d.phase = replace(d.phase, first_tick=True)

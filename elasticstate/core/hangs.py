@@ -28,7 +28,7 @@ from elasticstate.core.state import (
     Ticking,
     Worker,
 )
-from elasticstate.core.types import CollectivesReport, Finding, Hang, number_of, ranks_text
+from elasticstate.core.types import CollectivesReport, Finding, Hang, Place, number_of, ranks_text
 
 # ---------------------------------------------------------------------------------------------------------------- hangs
 
@@ -290,7 +290,7 @@ def _stands_still(d: Draft, ticking: Ticking, members: Sequence[Worker], moved_a
         return False
     limit_s = max(limit_s, _USUAL * median(ticking.times)) if ticking.times else limit_s
     is_due = seconds >= limit_s and any(member.still_s >= limit_s for member in members)
-    return is_due and all(member.place == "train" for member in members)
+    return is_due and all(member.place == Place.TRAIN for member in members)
 
 
 def _report(d: Draft, standstill: Standstill, members: Sequence[Worker]) -> Standstill:

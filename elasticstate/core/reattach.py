@@ -151,7 +151,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
                     reported_at=d.now,
                     ticks_at=d.now,
                     moved_at=d.now,
-                    place="train",
+                    place=t.Place.TRAIN,
                     lacked=placement.rank in lacking,
                     keeps=keeps(world, placement.rank),
                 ),

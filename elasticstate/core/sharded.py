@@ -48,23 +48,28 @@ def is_sharded(m: Draft | Membership) -> bool:
 # ------------------------------------------------------------------------------------------------------------ layouts
 
 
-def shards_attached(d: Draft, event: t.ShardsAttached) -> None:
+def shards_attached(d: Draft, reporter: t.WorkerId, report: t.Attached) -> None:
     """Record the layout of the newest world. The first report makes it, from a member that may have died since then."""
     world = d.world
-    if world is None or event.generation != d.generation or len(event.digests) != world.size or not all(event.digests):
+    if (
+        world is None
+        or report.generation != d.generation
+        or len(report.digests) != world.size
+        or not all(report.digests)
+    ):
         return
-    has_layout = bool(d.shards.layouts) and d.shards.layouts[-1].generation == event.generation
-    if has_layout or not any(placement.worker == event.worker for placement in world.members):
+    has_layout = bool(d.shards.layouts) and d.shards.layouts[-1].generation == report.generation
+    if has_layout or not any(placement.worker == reporter for placement in world.members):
         return
     for member in (placement.worker for placement in world.members):
         worker, host = d.workers.get(member), d.hosts.get(member.host)
         is_away = host is not None and host.agent != "joined"  # its memory may return with the next agent
         if is_away or (worker is not None and d.breaks(worker)):  # else its agent has reported the commits since then
             _record_start(d, world, member.slot_id)
-    members = zip(world.members, event.digests, strict=True)
-    layout = ShardLayout(event.generation, tuple((placement.worker.slot_id, digest) for placement, digest in members))
+    members = zip(world.members, report.digests, strict=True)
+    layout = ShardLayout(report.generation, tuple((placement.worker.slot_id, digest) for placement, digest in members))
     layouts = _that_count(d, (*d.shards.layouts, layout))
-    d.update_shards(layouts=layouts, line=t.CommitId(event.generation, 0), line_at=d.now)
+    d.update_shards(layouts=layouts, line=t.CommitId(report.generation, 0), line_at=d.now)
 
 
 def _record_start(d: Draft, world: t.World, slot_id: t.SlotId) -> None:

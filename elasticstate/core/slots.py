@@ -283,7 +283,14 @@ def publish(d: Draft) -> None:
         worker = d.workers.get(member.worker)
         if worker is not None:
             generation = d.world.generation
-            d.put(worker, joined=generation, first_joined=generation, rank=member.rank, ready_at=d.now, place="train")
+            d.put(
+                worker,
+                joined=generation,
+                first_joined=generation,
+                rank=member.rank,
+                ready_at=d.now,
+                place=t.Place.TRAIN,
+            )
     d.update_ledger(is_broken=False)
     for host in list(d.hosts.values()):
         if host.may_live_until > -inf:

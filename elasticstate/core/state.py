@@ -19,10 +19,11 @@ from elasticstate.core.types import (
     Effect,
     Hang,
     Note,
+    Place,
     Placement,
+    Ready,
     RootCause,
     Shards,
-    WorkerReady,
     World,
 )
 
@@ -314,11 +315,11 @@ class Worker(Struct, frozen=True, gc=False):
     first_joined: int = 0  # the oldest such generation
     rank: int | None = None  # in the world of ``joined``
     age: int = NEWCOMER
-    ready: WorkerReady | None = None
+    ready: Ready | None = None
     ready_at: float = inf
     late: bool = False
     reported_at: float = -inf
-    place: str = "boot"
+    place: Place = Place.BOOT
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
     moved_at: float = -inf  # when the worker last ended a tick, changed its place, or reported progress
@@ -339,7 +340,7 @@ class Worker(Struct, frozen=True, gc=False):
     confirmed_at: float | None = None  # verdict OWN
     call: CallReport | None = None  # its newest collective call
     waits_since: float = inf  # when the worker began to wait in that call; inf: the worker does not wait there
-    pace: tuple[tuple[int, int], ...] = ()  # the last points of its own time in the present world; see types.Heartbeat
+    pace: tuple[tuple[int, int], ...] = ()  # the last points of its own time in the present world; see types.Stamp
     uses_run: bool = False
     in_round: bool = False  # started together with others, before the command was known to use ``run``
 

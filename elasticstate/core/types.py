@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from math import inf
 from typing import NamedTuple
 
@@ -60,7 +61,8 @@ def exception_line(error: str) -> str:
 class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages of the control plane: an array ``[tag, field, ...]`` in MessagePack.
 
-    An effect of the core that is sent unchanged is a message itself.
+    What an agent reports, and what the core answers, are messages themselves: an event or an effect has one shape,
+    from the process that makes it to the one that acts on it.
     """
 
 
@@ -185,20 +187,7 @@ class ShardSource:
     copy: CopyOf
 
 
-@dataclass(frozen=True, slots=True)
-class ShardsAttached:
-    """All members of the worker's world have attached their shards, and have sealed them as ``(generation, 0)``.
-
-    ``digests``: of the shards of each member, by rank.
-    """
-
-    worker: WorkerId
-    generation: int
-    digests: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyKept:
+class CopyKept(Message, frozen=True):
     """The agent of ``host`` keeps a copy of the commit of ``slot``, complete and verified."""
 
     host: str
@@ -206,8 +195,7 @@ class CopyKept:
     commit: CommitId
 
 
-@dataclass(frozen=True, slots=True)
-class CopyDropped:
+class CopyDropped(Message, frozen=True):
     """The agent of ``host`` has no such copy: the copy is damaged, could not be made, or was refused."""
 
     host: str
@@ -216,8 +204,7 @@ class CopyDropped:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitDamaged:
+class CommitDamaged(Message, frozen=True):
     """The commit in a buffer of ``slot`` has a wrong checksum: the agent of its host has read it."""
 
     slot: SlotId
@@ -233,13 +220,11 @@ class Replicate:
     copies: tuple[tuple[SlotId, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StopReplication:
+class StopReplication(Message, frozen=True):
     """All agents cancel their last order to replicate a commit, and keep the copies that exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetCopies:
+class ForgetCopies(Message, frozen=True):
     """Agents remove the kept copies of commits older than ``before``, except those of ``besides``, and accept no more
     copies of commits older than ``before``.
 
@@ -251,12 +236,11 @@ class ForgetCopies:
     host: str = ""
 
 
-CopyEvent = ShardsAttached | CopyKept | CopyDropped | CommitDamaged
 CopyEffect = Replicate | StopReplication | ForgetCopies
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
-# Collective calls of workers: the report of a worker, the event for the core, and the effect that requests reports.
+# Collective calls of workers: the report of a worker, and the effect that requests reports.
 
 
 class CallReport(Message, frozen=True):
@@ -271,14 +255,6 @@ class CallReport(Message, frozen=True):
     number: int
     call: str
     waiting_s: float | None  # seconds for which the worker has waited in the call; None: the worker has left the call
-
-
-@dataclass(frozen=True, slots=True)
-class CallReported:
-    """A worker has reported its newest collective call."""
-
-    worker: WorkerId
-    report: CallReport
 
 
 class WatchCalls(Message, frozen=True):
@@ -322,14 +298,6 @@ class AskWhere(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class CollectivesReported:
-    """A worker has reported its last collectives."""
-
-    worker: WorkerId
-    report: CollectivesReport
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """Result of a comparison: the collective, and the ranks that have entered it, that have not, and without report."""
 
@@ -362,7 +330,133 @@ class Hang(Struct, frozen=True, gc=False):
     found: Finding | None = None  # after the report is complete
 
 
-# ---------------------------------------------------------------------------------------------------------------- types
+# ------------------------------------------------------------------------------------------- reports of workers
+# What a worker sends to its agent, and the agent to the driver, unchanged: the body of FromWorker. A report about a
+# generation names it, and has no effect on any other generation.
+
+
+class Place(IntEnum):
+    """Phase of a worker, as on its control page (same numbers in native/sentinel.hpp)."""
+
+    BOOT = 0
+    REGROUP = 1
+    TRAIN = 2
+    GATE = 3
+    DONE = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Ready(Message, frozen=True, gc=False):
+    """READY: the worker waits in ``run``, has left its generation, and its live state equals its commit (I10)."""
+
+    generation: int  # the worker's last generation; 0: none yet
+    commit: CommitId | None  # its newest sealed commit
+    previous: CommitId | None  # the commit in the other buffer
+    store: str  # "address:port" of its own TCPStore server
+    ticks: int = 0  # ticks completed in that generation
+    paused_s: float = 0.0  # seconds since the end of its last completed tick
+    behind: bool = False  # the worker ended ticks without training (torch's Join): others have sealed newer commits
+    sealed: CommitId | None = None  # the newest commit ever sealed; newer than ``commit`` if that commit is damaged
+    names: int = 0  # digest of its value names, if it can read commits of other workers of its host; 0: it cannot
+    commit_s: float = 0.0  # seconds of that generation's ticks that it spent in commits
+    has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
+    trained_s: float = 0.0  # seconds since it began to train in that generation; 0: it has not
+
+
+class HoldAnswer(Message, frozen=True, gc=False):
+    """Answer of a worker's sentinel to HOLD(generation): ticks completed, and True if it is in the exit gate."""
+
+    generation: int
+    ticks: int
+    in_gate: bool
+    number: int = 0  # the number of the hold
+
+
+class GenerationFailure(Message, frozen=True):
+    """An exception came out of ``train`` (or of regroup or sync) in ``generation``.
+
+    ``certain``: the worker has proof of a broken generation. Otherwise the worker is a suspect and waits for a verdict.
+    """
+
+    generation: int
+    certain: bool
+    error: str
+    hang: bool = False  # the agent reports it: the worker has made no tick for --hang-timeout
+
+
+class Gate(Message, frozen=True):
+    """The worker's ``train`` has returned; the worker is in the exit gate of ``generation``."""
+
+    generation: int
+    commit_s: float = 0.0  # see Ready
+
+
+class First(Message, frozen=True):
+    """The worker has completed the first tick of ``generation``."""
+
+    generation: int
+    train_s: float = 0.0  # since it began to train
+    sync_s: float = 0.0  # from the existence of its process groups until then
+
+
+class Attached(Message, frozen=True):
+    """All members of the worker's world have attached their shards, and have sealed them as ``(generation, 0)``.
+
+    ``digests``: of the shards of each member, by rank.
+    """
+
+    generation: int
+    digests: tuple[int, ...]
+
+
+class CommitSealed(Message, frozen=True):
+    """The worker has sealed its first commit in a generation. Sent at once, because this commit must not be lost."""
+
+    commit: CommitId
+
+
+class WorkerPreemptionNotice(Message, frozen=True):
+    """The worker has received one of ``--preemption-signals``: it drains."""
+
+    signal: int
+
+
+class Stamp(Message, frozen=True, gc=False):
+    """The control page of a living worker, as its agent has read it: a heartbeat.
+
+    ``pace``: new points (tick, time from the begin of the generation to its end without waits for others, in µs).
+    ``previous``: the commit in the other buffer. ``still_s``: seconds, by the agent's clock, since the worker ended a
+    tick, changed its place, or reported progress.
+    """
+
+    place: Place
+    generation: int
+    ticks: int
+    commit: CommitId | None
+    commit_s: float = 0.0  # see Ready
+    pace: tuple[tuple[int, int], ...] = ()
+    previous: CommitId | None = None
+    still_s: float = 0.0
+    trained_s: float = 0.0  # see Ready
+
+
+Report = (
+    Ready
+    | HoldAnswer
+    | GenerationFailure
+    | Gate
+    | First
+    | Attached
+    | CommitSealed
+    | WorkerPreemptionNotice
+    | CallReport
+    | CollectivesReport
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- world
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,143 +520,49 @@ class AgentLost:
     may_live: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HostDraining:
+class HostDraining(Message, frozen=True):
     """A host has a preemption notice, by a signal to its agent or from the notice command: all its workers drain."""
 
     host: str
     reason: str
 
 
-class WorkerReady(Struct, frozen=True, gc=False):
-    """READY: the worker waits in ``run``, has left its generation, and its live state equals its commit (I10)."""
+class FromWorker(Message, frozen=True, gc=False):
+    """A report of a worker, or its stamp: its agent adds whose it is."""
 
     worker: WorkerId
-    generation: int  # the worker's last generation; 0: none yet
-    commit: CommitId | None  # its newest sealed commit
-    previous: CommitId | None  # the commit in the other buffer
-    store: str  # "address:port" of its own TCPStore server
-    ticks: int = 0  # ticks completed in that generation
-    paused_s: float = 0.0  # seconds since the end of its last completed tick
-    behind: bool = False  # the worker ended ticks without training (torch's Join): others have sealed newer commits
-    sealed: CommitId | None = None  # the newest commit ever sealed; newer than ``commit`` if that commit is damaged
-    names: int = 0  # digest of its value names, if it can read commits of other workers of its host; 0: it cannot
-    commit_s: float = 0.0  # seconds of that generation's ticks that it spent in commits
-    has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
-    trained_s: float = 0.0  # seconds since it began to train in that generation; 0: it has not
+    body: Report | Stamp
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(Message, frozen=True):
     """The process has ended. Exactly one of ``exit_code`` and ``signal`` is set."""
 
     worker: WorkerId
+    pid: int  # 0: the process could not be started
     exit_code: int | None
     signal: int | None
     error: str = ""  # the traceback that the worker recorded, or the end of its stderr
     time_ns: int = 0  # unix time of its host: when its exception was raised, or its end was detected; 0: not known
-    was_started: bool = True  # False: the process could not be started
     commits: tuple[CommitId, ...] = ()  # in its slot's buffers after its end, the newest first
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerUnresponsive:
+class WorkerUnresponsive(Message, frozen=True):
     """No liveness stamp for the heartbeat (or hang) time-out. The agent kills the worker; WorkerExited follows."""
 
     worker: WorkerId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDraining:
-    """A worker has received a preemption notice by a signal: the worker drains."""
-
-    worker: WorkerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUsesRun:
+class WorkerUsesRun(Message, frozen=True):
     """A worker has called ``run`` (or ``join``): the command is elastic."""
 
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class PlainStoreJoined:
+class PlainStoreJoined(Message, frozen=True):
     """A worker has connected to the store of the plain world ``generation``, outside ``run``: the command is plain."""
 
     generation: int
-
-
-class HoldAnswered(Struct, frozen=True, gc=False):
-    """Answer of a worker's sentinel to HOLD(generation): ticks completed, and True if it is in the exit gate."""
-
-    worker: WorkerId
-    generation: int
-    ticks: int
-    in_gate: bool
-    number: int = 0  # the number of the hold
-
-
-@dataclass(frozen=True, slots=True)
-class FailureReported:
-    """An exception came out of ``train`` (or of regroup or sync) in ``generation``.
-
-    ``certain``: the worker has proof of a broken generation. Otherwise the worker is a suspect and waits for a verdict.
-    """
-
-    worker: WorkerId
-    generation: int
-    certain: bool
-    error: str
-    hang: bool = False  # the agent reports it: the worker has made no tick for --hang-timeout
-
-
-@dataclass(frozen=True, slots=True)
-class GateEntered:
-    """The worker's ``train`` has returned; the worker is in the exit gate of ``generation``."""
-
-    worker: WorkerId
-    generation: int
-    commit_s: float = 0.0  # see WorkerReady
-
-
-class Heartbeat(Struct, frozen=True, gc=False):
-    """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit.
-
-    ``pace``: new points (tick, time from the begin of the generation to its end without waits for others, in µs).
-    ``previous``: the commit in the other buffer. ``still_s``: seconds, by the agent's clock, since the worker ended a
-    tick, changed its place, or reported progress.
-    """
-
-    worker: WorkerId
-    place: str  # boot | regroup | train | gate | done
-    generation: int
-    ticks: int
-    commit: CommitId | None
-    commit_s: float = 0.0  # see WorkerReady
-    pace: tuple[tuple[int, int], ...] = ()
-    previous: CommitId | None = None
-    still_s: float = 0.0
-    trained_s: float = 0.0  # see WorkerReady
-
-
-class CommitSealed(Message, frozen=True):
-    """The worker has sealed its first commit in a generation. Sent at once, because this commit must not be lost."""
-
-    worker: WorkerId
-    commit: CommitId
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTick:
-    """The worker has completed the first tick of ``generation``."""
-
-    worker: WorkerId
-    generation: int
-    train_s: float = 0.0  # since it began to train
-    sync_s: float = 0.0  # from the existence of its process groups until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,30 +584,20 @@ class Several:
     events: tuple[Event, ...]
 
 
-Event = (
-    HostsDiscovered
-    | AgentJoined
-    | AgentLost
-    | HostDraining
-    | WorkerReady
+FromAgent = (
+    FromWorker
     | WorkerExited
     | WorkerUnresponsive
-    | WorkerDraining
     | WorkerUsesRun
     | PlainStoreJoined
-    | HoldAnswered
-    | FailureReported
-    | GateEntered
-    | Heartbeat
-    | CommitSealed
-    | FirstTick
-    | CopyEvent
-    | DurableCopySaved
-    | CallReported
-    | CollectivesReported
-    | StopRequested
-    | TimePassed
-    | Several
+    | HostDraining
+    | CopyKept
+    | CopyDropped
+    | CommitDamaged
+)
+"""Events that agents send."""
+Event = FromAgent | (
+    HostsDiscovered | AgentJoined | AgentLost | DurableCopySaved | StopRequested | TimePassed | Several
 )
 
 

@@ -207,7 +207,7 @@ def enter(d: Draft, world: t.World) -> None:
             moved_at=d.now,
             still_s=0.0,
             trains_since=None,
-            place="regroup",
+            place=t.Place.REGROUP,
             suspect_at=None,
             suspect_error="",
             confirmed_at=None,
@@ -226,6 +226,6 @@ def enter(d: Draft, world: t.World) -> None:
     d.world = world
 
 
-def survivors_of(d: Draft, chosen: Sequence[Worker]) -> list[t.WorkerReady]:
+def survivors_of(d: Draft, chosen: Sequence[Worker]) -> list[t.Ready]:
     """Return the READY messages of the workers that come from the present generation."""
     return [w.ready for w in chosen if w.ready is not None and w.joined == d.generation > 0]

@@ -25,7 +25,6 @@ from elasticstate.driver.output import CountedLines, OutputTroubles, Tails
 from elasticstate.driver.reattach import Reattachment
 from elasticstate.driver.report import LaunchResults
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import signal_name
 from elasticstate.launchers import AgentProcess, HostLaunchers
 from elasticstate.launchers.local import AdoptedAgent, DialledIn
 from elasticstate.machine import version
@@ -623,47 +622,6 @@ class Agents:
         self._server.refused(peer, reason)
 
 
-# --------------------------------------------------------------------------------------------------------------- events
-# Conversion of workers' messages to events of the core.
-
-
-_PLACES = {place: place.name.lower() for place in messages.Place}
-
-
-def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
-    read = (stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace, stamp.previous)
-    return t.Heartbeat(worker, _PLACES[stamp.place], *read, stamp.still_s, stamp.trained_s)
-
-
-def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
-    """Return the event for a message; None if the core does not need the message."""
-    match body:
-        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
-            last = (generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
-            return t.WorkerReady(worker, *last, body.commit_s, body.has_shards, body.trained_s)
-        case messages.HoldAnswer(generation, ticks, in_gate, number):
-            return t.HoldAnswered(worker, generation, ticks, in_gate, number)
-        case messages.RunUsed():
-            return t.WorkerUsesRun(worker)
-        case messages.GenerationFailure(generation, certain, error, hang):
-            return t.FailureReported(worker, generation, certain, error, hang)
-        case messages.CollectivesReport():
-            return t.CollectivesReported(worker, body)
-        case messages.Gate(generation, commit_s):
-            return t.GateEntered(worker, generation, commit_s)
-        case messages.First(generation, train_s, sync_s):
-            return t.FirstTick(worker, generation, train_s, sync_s)
-        case messages.Attached(generation, digests):
-            return t.ShardsAttached(worker, generation, digests)
-        case messages.CallReport():
-            return t.CallReported(worker, body)
-        case messages.CommitSealed():
-            return body if body.worker == worker else None
-        case messages.WorkerPreemptionNotice(number):
-            return t.WorkerDraining(worker, f"{signal_name(number)} to the worker")
-    return None
-
-
 # ------------------------------------------------------------------------------------------------------- agent messages
 # AgentMessages: handles the messages that the driver receives from agents.
 
@@ -711,35 +669,23 @@ class AgentMessages:
 
     def _handle(self, host: str, message: messages.FromAgent) -> None:
         match message:
-            case messages.FromWorker(worker, body):
-                self._from_worker(worker, body)
+            case messages.BesidesCore(worker, body):
+                self._besides_core(worker, body)
             case messages.Stamps(stamps, number, copies):
                 self._state.copies.update(host, copies, asyncio.get_running_loop().time())
                 if number:
                     self._agents.send(host, messages.Acknowledgement(number))
                 if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive
-                    heartbeats = [heartbeat(worker, stamp) for worker, stamp in stamps]
+                    heartbeats = [t.FromWorker(worker, stamp) for worker, stamp in stamps]
                     self._queue.post_later(heartbeats, len(self._state.membership.workers))
             case messages.HostReport():
                 self._host_joined(host, message)
             case messages.Started(worker, pid):
                 self._journal.worker_lives(worker, pid)
-            case messages.Exited():
+            case messages.WorkerExited():
                 self._worker_exited(host, message)
-            case messages.Unresponsive(worker, reason):
-                self._queue.post(t.WorkerUnresponsive(worker, reason))
             case messages.NextStore(address):
                 self._state.stores[host] = address
-            case messages.StoreJoined(generation):
-                self._queue.post(t.PlainStoreJoined(generation))
-            case messages.Kept(slot, commit):
-                self._queue.post(t.CopyKept(host, slot, commit))
-            case messages.Dropped(keeper, slot, commit, reason):
-                self._queue.post(t.CopyDropped(keeper, slot, commit, reason))
-            case messages.Damaged(slot, commit):
-                self._queue.post(t.CommitDamaged(slot, commit))
-            case messages.HostPreemptionNotice(reason):
-                self._queue.post(t.HostDraining(host, reason))
             case messages.AgentWarning(text):
                 self._journal.agent_warning(host, text)
             case messages.OutputTrouble():
@@ -754,6 +700,8 @@ class AgentMessages:
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)
+            case _:
+                self._queue.post(message)
 
     def _host_joined(self, host: str, report: messages.HostReport) -> None:
         """Post the events of an agent that was started, or that has reconnected with its workers."""
@@ -769,26 +717,20 @@ class AgentMessages:
         found = (report.commits, returned, report.incarnations, report.previous, report.kept)
         self._queue.post(t.AgentJoined(host, *found))
         for worker_id, attached in report.attached:
-            self._from_worker(worker_id, attached)
+            self._queue.post(t.FromWorker(worker_id, attached))
         if report.store_joined:
             self._queue.post(t.PlainStoreJoined(report.store_joined))
         for worker in report.workers:
             self._journal.worker_lives(worker.worker, worker.pid)
-            self._queue.post(heartbeat(worker.worker, worker.stamp))
-            for body in worker.lasting:
-                self._from_worker(worker.worker, body)
+            for report_of_worker in (worker.stamp, *worker.lasting):
+                self._queue.post(t.FromWorker(worker.worker, report_of_worker))
 
-    def _worker_exited(self, host: str, exited: messages.Exited) -> None:
+    def _worker_exited(self, host: str, exited: messages.WorkerExited) -> None:
         self._journal.worker_exited(exited)
         self._backend.worker_ended(host, exited.pid)
-        end = (exited.exit_code, exited.signal, exited.error, exited.time_ns, exited.pid != 0, exited.commits)
-        self._queue.post(t.WorkerExited(exited.worker, *end))
+        self._queue.post(exited)
 
-    def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:
-        event = event_of(worker, body)
-        if event is not None:
-            self._queue.post(event)
-            return
+    def _besides_core(self, worker: t.WorkerId, body: messages.Aside) -> None:
         match body:
             case messages.CommitSize(size, _):
                 self._state.record_commit_size(size)

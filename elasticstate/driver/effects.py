@@ -12,9 +12,7 @@ from elasticstate.driver.agents import Agents
 from elasticstate.driver.job import EventQueue, JobState, Journal
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.net.messages import (
-    ForgetCopiesOrder,
     ReplicateOrder,
-    StopReplicationOrder,
     ToWorkers,
 )
 from elasticstate.options import Options
@@ -66,7 +64,7 @@ class Effects:
                 agents.broadcast(effect)
             case t.Hold() | t.Release() | t.End() | t.OpenGate() | t.AskWhere():
                 agents.broadcast(effect)
-            case t.WatchCalls():
+            case t.WatchCalls() | t.StopReplication():
                 agents.send_to_all(effect)
             case t.ConfirmOwnError(worker):
                 agents.send(worker.host, ToWorkers((worker,), effect))
@@ -74,11 +72,8 @@ class Effects:
                 agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
             case t.Replicate(commit, copies):
                 self._replicate(commit, copies)
-            case t.StopReplication():
-                agents.send_to_all(StopReplicationOrder())
-            case t.ForgetCopies(before, besides, host):
-                order = ForgetCopiesOrder(before, besides)
-                agents.send(host, order) if host else agents.send_to_all(order)
+            case t.ForgetCopies(host=host):
+                agents.send(host, effect) if host else agents.send_to_all(effect)
             case t.PublishWorld(world):
                 self._publish(world)
             case t.EndJob(succeeded, cause):

@@ -18,7 +18,7 @@ from elasticstate.core.step import new_membership, step
 from elasticstate.driver.reattach import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures
-from elasticstate.net.messages import Exited
+from elasticstate.net.messages import WorkerExited
 
 # ------------------------------------------------------------------------------------------------------------ job state
 
@@ -95,7 +95,7 @@ class EventQueue:
 
     def post(self, event: t.Event) -> None:
         """Add an event that the core must receive at once."""
-        if isinstance(event, t.WorkerReady):
+        if isinstance(event, t.FromWorker) and isinstance(event.body, t.Ready):
             self._ready_at[len(self._events)] = asyncio.get_running_loop().time()
         self._events.append(event)
         self.wake()
@@ -134,9 +134,10 @@ class EventQueue:
         ready_at, self._ready_at = self._ready_at, {}
         now = asyncio.get_running_loop().time()
         for index, at in ready_at.items():
-            ready = events[index]
-            assert isinstance(ready, t.WorkerReady)
-            events[index] = replace(ready, paused_s=ready.paused_s + now - at)
+            event = events[index]
+            assert isinstance(event, t.FromWorker)
+            assert isinstance(event.body, t.Ready)
+            events[index] = replace(event, body=replace(event.body, paused_s=event.body.paused_s + now - at))
         return events
 
 
@@ -182,7 +183,7 @@ class Journal:
         self._state = state
         self._agents: dict[str, int | None] = {}  # process ids, by host
         self._workers: dict[str, int] = {}  # process ids, by the names of workers in the event file
-        self._exits: dict[str, Exited] = {}  # of workers whose exit the core has not reported yet
+        self._exits: dict[str, WorkerExited] = {}  # of workers whose exit the core has not reported yet
 
     def agent_joined(self, host: str, pid: int | None) -> None:
         self._agents[host] = pid
@@ -190,7 +191,7 @@ class Journal:
     def worker_lives(self, worker: WorkerId, pid: int) -> None:
         self._workers[str(worker)] = pid
 
-    def worker_exited(self, exited: Exited) -> None:
+    def worker_exited(self, exited: WorkerExited) -> None:
         self._workers[str(exited.worker)], self._exits[str(exited.worker)] = exited.pid, exited
 
     def core_event(self, name: str, fields: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def spare_garbage_collection(workers: int) -> None:
 
 
 def _named(sources: Sequence[t.ShardSource]) -> list[t.ShardSource]:
-    """Return the copies that a WorldMessage names: the first ones of each digest, as many as fit into a datagram."""
+    """Return the copies that a WorldView names: the first ones of each digest, as many as fit into a datagram."""
     if len(sources) <= _MOST_SOURCES:
         return list(sources)
     number: Counter[int] = Counter()
@@ -97,20 +97,20 @@ def world_messages(
                 tuple(
                     (
                         placement.worker,
-                        messages.WorldMessage(
+                        messages.WorldView(
                             job=job,
                             generation=world.generation,
                             placement=placement,
                             size=world.size,
                             root=world.root,
-                            lacking=lacking,
+                            lacking_runs=lacking,
                             store=world.store,
                             collective_timeout_s=options.collective_timeout_s,
                             regroup_timeout_s=options.regroup_timeout_s,
                             verify_sync=options.verify_sync,
                             records_ticks=options.tick_records and options.lease_s is None,
                             fresh=world.fresh,
-                            near=near,
+                            near_runs=near,
                             root_slot=root_slot,
                             line=world.line,
                             sources=sources,

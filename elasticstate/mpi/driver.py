@@ -32,10 +32,10 @@ from elasticstate.net import codec
 from elasticstate.net.messages import (
     BackendOrder,
     BackendRequest,
-    Exited,
     FromAgent,
     HostReport,
     StopWorker,
+    WorkerExited,
 )
 from elasticstate.net.names import is_this_machine
 from elasticstate.processes import ended_child, give_back_descriptors, kill_session, session_members
@@ -368,7 +368,7 @@ class MpiDriver(DriverBackend):
         if host not in self._returning:
             return (message,)
         returning = self._returning[host]
-        if isinstance(message, Exited) and message.worker in returning.dead:
+        if isinstance(message, WorkerExited) and message.worker in returning.dead:
             returning.dead.discard(message.worker)
             returning.exits.append(message)
         else:

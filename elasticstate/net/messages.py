@@ -9,7 +9,7 @@
       | -- StartWorker ----------> | --- spawn ------------------> |
       |                            | <- Hello ------------------- |
       | <- Ready ----------------- | <- Ready ------------------- |
-      | -- WorldMessage ---------> | -- WorldMessage -----------> |   init_process_group, sync, train
+      | -- WorldView ---------> | -- WorldView -----------> |   init_process_group, sync, train
       | -- Hold -----------------> | -- Hold -------------------> |
       | <- HoldAnswer ------------ | <- HoldAnswer -------------- |
       | -- End(at tick K) -------> | -- End --------------------> |   all save and raise at tick K
@@ -23,46 +23,57 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from enum import IntEnum
 
 import msgspec
 
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import (
     AskWhere as AskWhere,
+    Attached as Attached,
     CallReport as CallReport,
     CollectivesReport as CollectivesReport,
+    CommitDamaged as CommitDamaged,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
+    CopyDropped as CopyDropped,
     CopyFigures,
+    CopyKept as CopyKept,
     DurableSource,
     End as End,
+    First as First,
+    ForgetCopies as ForgetCopies,
+    FromAgent as Event,
+    FromWorker as FromWorker,
+    Gate as Gate,
+    GenerationFailure as GenerationFailure,
     Hold as Hold,
+    HoldAnswer as HoldAnswer,
+    HostDraining as HostDraining,
     Leave as Leave,
     Message as Message,
     OpenGate as OpenGate,
+    Place as Place,
     Placement,
+    PlainStoreJoined as PlainStoreJoined,
+    Ready as Ready,
     Release as Release,
+    Report as Report,
     ShardSource,
+    Stamp as Stamp,
     StartWorker as StartWorker,
+    StopReplication as StopReplication,
     StopWorker as StopWorker,
     Terminate as Terminate,
     WatchCalls as WatchCalls,
+    WorkerExited as WorkerExited,
+    WorkerPreemptionNotice as WorkerPreemptionNotice,
+    WorkerUnresponsive as WorkerUnresponsive,
+    WorkerUsesRun as WorkerUsesRun,
 )
 from elasticstate.options import Options
 
 # ------------------------------------------------------------------------------------------------------ worker messages
 # The messages between worker and agent. messages.py exports these names, too.
-
-
-class Place(IntEnum):
-    """Phase of a worker, as on its control page (same numbers in native/sentinel.hpp)."""
-
-    BOOT = 0
-    REGROUP = 1
-    TRAIN = 2
-    GATE = 3
-    DONE = 4
 
 
 # ------------------------------------------------------------------------------------------------ worker -> agent
@@ -96,58 +107,6 @@ class RunUsed(Message, frozen=True):
     protocol: int
 
 
-class Ready(Message, frozen=True):
-    generation: int
-    commit: CommitId | None
-    previous: CommitId | None
-    store: str
-    ticks: int
-    paused_s: float
-    behind: bool = False  # the worker ended ticks without training (torch's Join), and others have newer commits
-    sealed: CommitId | None = None  # newest commit ever sealed: newer than ``commit`` if that one was damaged
-    names: int = 0  # digest of the value names; 0: the worker cannot read commits of other workers of its host
-    commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
-    has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
-    trained_s: float = 0.0  # seconds since it began to train in ``generation``; 0: it has not
-
-
-class HoldAnswer(Message, frozen=True):
-    generation: int
-    ticks: int
-    in_gate: bool
-    number: int = 0
-
-
-class GenerationFailure(Message, frozen=True):
-    generation: int
-    certain: bool
-    error: str
-    hang: bool = False  # the agent reports it, because the worker makes no ticks
-
-
-class Gate(Message, frozen=True):
-    generation: int
-    commit_s: float = 0.0  # see Ready
-
-
-class First(Message, frozen=True):
-    """The first tick of this generation is complete."""
-
-    generation: int
-    train_s: float = 0.0  # seconds since the worker began to train
-    sync_s: float = 0.0  # seconds from the existence of its process groups until then
-
-
-class Attached(Message, frozen=True):
-    """All workers of the world have attached their shards and sealed them as ``(generation, 0)``.
-
-    ``digests``: of the shards of each worker, by rank.
-    """
-
-    generation: int
-    digests: tuple[int, ...]
-
-
 class Synced(Message, frozen=True):
     """Amount of data that ``sync`` moved into this worker (or out of it, on the root), and the time."""
 
@@ -173,12 +132,6 @@ class GrowBuffer(Message, frozen=True):
     bytes: int
 
 
-class WorkerPreemptionNotice(Message, frozen=True):
-    """The worker has received one of ``--preemption-signals``: drain it."""
-
-    signal: int
-
-
 class BackendRequest(Message, frozen=True):
     """Request of the worker's backend to its part in the driver. Only the backend decodes ``data``."""
 
@@ -187,53 +140,54 @@ class BackendRequest(Message, frozen=True):
 
 LASTING = Ready | GenerationFailure | Gate
 """Messages that stay valid until the worker receives another world."""
-FromWorkerBody = (
-    Hello
-    | RequestStorage
-    | RunUsed
-    | Ready
-    | HoldAnswer
-    | GenerationFailure
-    | Gate
-    | First
-    | Attached
-    | Synced
-    | CommitSize
-    | GrowBuffer
-    | CommitSealed
-    | CallReport
-    | CollectivesReport
-    | WorkerPreemptionNotice
-    | BackendRequest
-)
+Aside = Synced | CommitSize | BackendRequest
+"""Messages for the driver that are no events of the core."""
+FromWorkerBody = Hello | RequestStorage | RunUsed | GrowBuffer | Aside | Report
 
 
 # ------------------------------------------------------------------------------------------------ agent -> worker
 
 
-class WorldMessage(Message, frozen=True):
-    """A worker's part of a world."""
+class WorldView(Message, frozen=True):
+    """A world from the view of one member: what the driver sends to it, and what ``rank()`` and the like show."""
 
     job: str
     generation: int
     placement: Placement
     size: int
     root: int
-    lacking: tuple[tuple[int, int], ...]  # ranks that lack the state, as runs: in a first world all but one do
-    store: str
+    lacking_runs: tuple[tuple[int, int], ...]  # ranks that lack the state: in a first world all but one do
+    store: str  # "address:port"
     collective_timeout_s: float
     regroup_timeout_s: float
     verify_sync: bool
-    fresh: bool = False
-    near: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory, as runs
-    root_slot: int = 0
+    fresh: bool = False  # all members are new processes
+    near_runs: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory
+    root_slot: int = 0  # of the root, on its host
     records_ticks: bool = False
     line: CommitId | None = None  # the commit from which a sharded job starts
     sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
-    durable: DurableSource | None = None
+    durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
     one_copy: bool = False  # with --one-copy-per-host
     follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
     local_place: int = 0  # place among the workers of its host, without gaps
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        return from_runs(self.lacking_runs)
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        return from_runs(self.near_runs)
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        host, port = self.store.rsplit(":", 1)
+        return host, int(port)
 
 
 class BufferGrown(Message, frozen=True):
@@ -260,17 +214,7 @@ class Storage(Message, frozen=True):
 
 
 ToWorkerBody = (
-    WorldMessage
-    | Hold
-    | Release
-    | End
-    | ConfirmOwnError
-    | OpenGate
-    | Leave
-    | Terminate
-    | AskWhere
-    | BufferGrown
-    | Storage
+    WorldView | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | AskWhere | BufferGrown | Storage
 )
 
 
@@ -338,7 +282,7 @@ class DurableFailed(Message, frozen=True):
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -360,43 +304,16 @@ class AgentHello(Message, frozen=True):
     rack: str = ""
 
 
-class FromWorker(Message, frozen=True):
+class BesidesCore(Message, frozen=True):
+    """A message of a worker for the driver that is no event of the core."""
+
     worker: WorkerId
-    body: FromWorkerBody
+    body: Aside
 
 
 class Started(Message, frozen=True):
     worker: WorkerId
     pid: int
-
-
-class Exited(Message, frozen=True):
-    worker: WorkerId
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    error: str
-    time_ns: int = 0  # unix time by the clock of its host: when the exception was raised, or the end was detected
-    commits: tuple[CommitId, ...] = ()  # in its slot's buffers, the newest first
-
-
-class Unresponsive(Message, frozen=True):
-    worker: WorkerId
-    reason: str
-
-
-class Stamp(Message, frozen=True):
-    """The control page of a living worker."""
-
-    place: Place
-    generation: int
-    ticks: int
-    commit: CommitId | None
-    commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
-    pace: tuple[tuple[int, int], ...] = ()  # new points of its own time; see core.types.Heartbeat
-    previous: CommitId | None = None  # the commit in the other buffer
-    still_s: float = 0.0  # seconds since the worker ended a tick, changed its place, or reported progress
-    trained_s: float = 0.0  # seconds since it began to train in ``generation``; 0: it has not
 
 
 class WorkerReport(Message, frozen=True):
@@ -406,7 +323,7 @@ class WorkerReport(Message, frozen=True):
     pid: int
     generation: int  # of the newest world sent to the worker
     stamp: Stamp
-    lasting: tuple[FromWorkerBody, ...]  # messages of that generation that are still valid
+    lasting: tuple[Report, ...]  # messages of that generation that are still valid
 
 
 class HostReport(Message, frozen=True):
@@ -414,7 +331,7 @@ class HostReport(Message, frozen=True):
 
     commits: tuple[tuple[int, CommitId], ...]  # by slot: the newest commit in memory
     workers: tuple[WorkerReport, ...]
-    exits: tuple[Exited, ...] = ()  # since the host received its newest world
+    exits: tuple[WorkerExited, ...] = ()  # since the host received its newest world
     incarnations: tuple[tuple[int, int], ...] = ()  # by slot: of the last process
     gate: int = 0  # newest generation whose OpenGate the workers here have received
     ended: int = 0  # newest generation that was ended at once, not at a tick
@@ -442,41 +359,6 @@ class NextStore(Message, frozen=True):
     """Address of the store for the next world of plain workers. Sent when the last one is in use; "": there is none."""
 
     address: str
-
-
-class StoreJoined(Message, frozen=True):
-    """A worker of the plain world ``generation`` has joined the store that this host provides."""
-
-    generation: int
-
-
-class Kept(Message, frozen=True):
-    """The copy store of this host has a complete, verified copy of the commit of a slot of this or another host."""
-
-    slot: SlotId
-    commit: CommitId
-
-
-class Dropped(Message, frozen=True):
-    """The copy store of ``keeper`` has no such copy: it is damaged, could not be made, or ``keeper`` has refused it."""
-
-    keeper: str
-    slot: SlotId
-    commit: CommitId
-    reason: str
-
-
-class Damaged(Message, frozen=True):
-    """The commit in a buffer of a slot of this host has a wrong checksum."""
-
-    slot: SlotId
-    commit: CommitId
-
-
-class HostPreemptionNotice(Message, frozen=True):
-    """The agent's host will be preempted: drain it. ``reason``: source of the notice."""
-
-    reason: str
 
 
 class AgentWarning(Message, frozen=True):
@@ -519,18 +401,12 @@ class AskStatus(Message, frozen=True):
 
 Opening = AgentHello | AskStatus
 FromAgent = (
-    HostReport
-    | FromWorker
+    Event
+    | HostReport
+    | BesidesCore
     | Started
-    | Exited
-    | Unresponsive
     | Stamps
     | NextStore
-    | StoreJoined
-    | Kept
-    | Dropped
-    | Damaged
-    | HostPreemptionNotice
     | AgentWarning
     | OutputTrouble
     | Fetched
@@ -575,9 +451,9 @@ class ToWorkers(Message, frozen=True):
 
 
 class WorldsOnHost(Message, frozen=True):
-    """The part of a world that concerns one host: one WorldMessage for each member there."""
+    """The part of a world that concerns one host: one WorldView for each member there."""
 
-    worlds: tuple[tuple[WorkerId, WorldMessage], ...]
+    worlds: tuple[tuple[WorkerId, WorldView], ...]
 
 
 class BackendOrder(Message, frozen=True):
@@ -589,27 +465,13 @@ class BackendOrder(Message, frozen=True):
 class ReplicateOrder(Message, frozen=True):
     """Keep copies of a commit of slots of this host: here, and on other hosts.
 
-    The agent that keeps a copy answers with Kept; an agent that cannot make a copy, or send it, with Dropped. If the
-    commit is not sealed yet, the agent waits for it until StopReplicationOrder. If the worker has overwritten it, the
-    agent answers with Dropped.
+    The agent that keeps a copy answers with CopyKept; an agent that cannot make a copy, or send it, with CopyDropped.
+    If the commit is not sealed yet, the agent waits for it until StopReplication. If the worker has overwritten it, the
+    agent answers with CopyDropped.
     """
 
     commit: CommitId
     targets: tuple[tuple[SlotId, str, str], ...]  # slot, host to keep it, and "address:port" of its copy server
-
-
-class StopReplicationOrder(Message, frozen=True):
-    """Cancel the last ReplicateOrder. Copies that exist stay."""
-
-
-class ForgetCopiesOrder(Message, frozen=True):
-    """Remove the kept copies of all commits older than ``before``, except ``besides``.
-
-    From now on, neither send nor accept copies of commits older than ``before``.
-    """
-
-    before: CommitId
-    besides: CommitId | None = None
 
 
 class Shutdown(Message, frozen=True):
@@ -648,8 +510,8 @@ ToAgent = (
     | WorldsOnHost
     | BackendOrder
     | ReplicateOrder
-    | StopReplicationOrder
-    | ForgetCopiesOrder
+    | StopReplication
+    | ForgetCopies
     | WatchCalls
     | Shutdown
     | Acknowledgement

@@ -46,9 +46,8 @@ from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateErr
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
-from elasticstate.net.messages import from_runs
+from elasticstate.net.messages import WorldView
 from elasticstate.options import WorkerEnvironment, tunes_malloc
-from elasticstate.present_world import WorldView
 from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
@@ -99,9 +98,9 @@ class Regrouper:
         behind: bool = False,
         names: int = 0,
         has_shards: bool = False,
-        prepare: Callable[[present_world.WorldView], None] | None = None,
+        prepare: Callable[[WorldView], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> present_world.WorldView:
+    ) -> WorldView:
         """Enter the next world: READY → WORLD → process group.
 
         Raises torch's errors, or CollectiveError, when the generation fails.
@@ -113,25 +112,24 @@ class Regrouper:
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         address = f"{self._environment.local_address}:{self._server.port}"
-        message = self._sentinel.ready(address, behind, names, has_shards, meanwhile)
+        view = self._sentinel.ready(address, behind, names, has_shards, meanwhile)
         self._context = self._backend.context()
-        self._sentinel.enter(message, self._context)
+        self._sentinel.enter(view, self._context)
         self._sentinel.check()
-        view = _view(message)
         present_world.enter(view)
         if prepare is not None:
             prepare(view)
-        store = self._connect(view, message)
+        store = self._connect(view)
         self._sentinel.check()
-        name = f"{message.job}/{message.generation}"
+        name = f"{view.job}/{view.generation}"
         self._rendezvous = Rendezvous(
             store=PrefixStore(name, store),
             name=name,
             worker=str(self._environment.worker),
             rank=view.rank,
             size=view.size,
-            init_timeout=timedelta(seconds=min(message.regroup_timeout_s, message.collective_timeout_s)),
-            collective_timeout=timedelta(seconds=message.collective_timeout_s),
+            init_timeout=timedelta(seconds=min(view.regroup_timeout_s, view.collective_timeout_s)),
+            collective_timeout=timedelta(seconds=view.collective_timeout_s),
             check=self._sentinel.check,
             address=self._environment.local_address,
         )
@@ -168,63 +166,39 @@ class Regrouper:
         self._sentinel.leave()
         gc.collect()
 
-    def _connect(self, view: present_world.WorldView, message: messages.WorldMessage) -> TCPStore:
+    def _connect(self, view: WorldView) -> TCPStore:
         """Connect to the store of rank 0 in short attempts, and check between them whether the generation has ended."""
         self._context.watch_store(store_address(view))
         if view.rank == 0:
             assert self._server is not None
             self._store = self._server
             return self._server
-        deadline = time.monotonic() + message.regroup_timeout_s
+        host, port = view.store_address
+        deadline = time.monotonic() + view.regroup_timeout_s
         while True:
             try:
-                store = TCPStore(
-                    view.store_host, view.store_port, is_master=False, wait_for_workers=False, timeout=_SLICE
-                )
+                store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_SLICE)
             except RuntimeError as error:
                 self._sentinel.check()
                 if time.monotonic() >= deadline:
                     raise CollectiveError(
                         f"{self._environment.worker} at {self._environment.local_address} cannot connect to rank 0 at "
-                        f"{view.store_host}, port {view.store_port}, within --regroup-timeout of "
-                        f"{message.regroup_timeout_s:g} s: {error}. {addresses.HOSTS}"
+                        f"{host}, port {port}, within --regroup-timeout of {view.regroup_timeout_s:g} s: {error}. "
+                        f"{addresses.HOSTS}"
                     ) from None
                 continue
-            store.set_timeout(timedelta(seconds=message.regroup_timeout_s))
+            store.set_timeout(timedelta(seconds=view.regroup_timeout_s))
             self._store = store
             return store
 
 
-def store_address(view: present_world.WorldView) -> tuple[str, int]:
+def store_address(view: WorldView) -> tuple[str, int]:
     """Return the remote address of this worker's connection to the store.
 
     Rank 0 connects to its own server, which listens at 0.0.0.0, over the loopback interface, as TCPStore does.
     """
-    return ("127.0.0.1" if view.rank == 0 else view.store_host), view.store_port
-
-
-def _view(message: messages.WorldMessage) -> present_world.WorldView:
-    host, port = message.store.rsplit(":", 1)
-    return present_world.WorldView(
-        message.generation,
-        message.placement,
-        message.size,
-        message.root,
-        from_runs(message.lacking),
-        host,
-        int(port),
-        message.verify_sync,
-        message.records_ticks,
-        message.fresh,
-        from_runs(message.near),
-        message.root_slot,
-        message.line,
-        message.sources,
-        message.durable,
-        message.one_copy,
-        message.follows,
-        message.local_place,
-    )
+    host, port = view.store_address
+    return ("127.0.0.1" if view.rank == 0 else host), port
 
 
 def release_exception(error: BaseException) -> None:

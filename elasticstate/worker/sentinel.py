@@ -246,7 +246,7 @@ class Sentinel:
         if commit is not None and (self._newest_sealed is None or commit > self._newest_sealed):
             self._newest_sealed = commit
         if commit is not None and commit.tick and (known is None or known < CommitId(commit.generation, 1)):
-            self.send(messages.CommitSealed(self._worker, commit))
+            self.send(messages.CommitSealed(commit))
 
     # ------------------------------------------------------------------------------------------------------ generations
 
@@ -257,19 +257,30 @@ class Sentinel:
         names: int = 0,
         has_shards: bool = False,
         meanwhile: Callable[[], None] | None = None,
-    ) -> messages.WorldMessage:
+    ) -> messages.WorldView:
         """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
 
         ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
         messages.Ready. ``meanwhile`` is called between the two.
         """
         self._native.set_place(Place.REGROUP)
-        joined, ids, commit_s = self.generation, (self._commit, self._previous), self._page.commit_s
-        paused_s = time.monotonic() - self._ticked_at if self.ticks else 0.0
-        trained_s = time.monotonic() - since / 1e9 if (since := self._page.trains_since) else 0.0
-        ticks, sealed = self.ticks, self._newest_sealed
-        begin = (joined, *ids, store, ticks, paused_s, behind, sealed, names)
-        self.send(messages.Ready(*begin, commit_s, has_shards, trained_s))
+        joined = self.generation
+        self.send(
+            messages.Ready(
+                generation=joined,
+                commit=self._commit,
+                previous=self._previous,
+                store=store,
+                ticks=self.ticks,
+                paused_s=time.monotonic() - self._ticked_at if self.ticks else 0.0,
+                behind=behind,
+                sealed=self._newest_sealed,
+                names=names,
+                commit_s=self._page.commit_s,
+                has_shards=has_shards,
+                trained_s=time.monotonic() - since / 1e9 if (since := self._page.trains_since) else 0.0,
+            )
+        )
         if self._reports and self._own_end and self._native.wait_order(joined):
             self._report_hang(joined)
         if meanwhile is not None:
@@ -278,10 +289,10 @@ class Sentinel:
         if message is None:
             self._leave()
         world = codec.decode_to_worker(message)
-        assert isinstance(world, messages.WorldMessage)
+        assert isinstance(world, messages.WorldView)
         return world
 
-    def enter(self, world: messages.WorldMessage, context: Severable) -> None:
+    def enter(self, world: messages.WorldView, context: Severable) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._tick_end, self.has_gone_on = None, False
         self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s

@@ -14,6 +14,7 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import ShardSource
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
+from elasticstate.net.messages import WorldView
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits
 from elasticstate.worker.contexts.context import Context
@@ -46,9 +47,9 @@ class WorkerSession:
         self._reported_bytes = self._sized_in = 0  # size of a commit of the world with this generation
         self._restore_group: dist.ProcessGroup | None = None  # of the present world
         self.worker_key = worker_key
-        self.view: present_world.WorldView = present_world.alone()
+        self.view: WorldView = present_world.alone()
 
-    def enter(self, view: present_world.WorldView, context: Context) -> None:
+    def enter(self, view: WorldView, context: Context) -> None:
         """Use this world from now on."""
         self.view, self._context = view, context
 

@@ -16,12 +16,13 @@ from elasticstate.core.step import Membership, new_membership, step
 from elasticstate.core.types import (
     AgentJoined,
     Event,
-    FirstTick,
+    First,
+    FromWorker,
     HostsDiscovered,
     PublishWorld,
+    Ready,
     Several,
     WorkerExited,
-    WorkerReady,
 )
 from elasticstate.options import Options
 
@@ -43,12 +44,12 @@ def trained_world(slots: int) -> tuple[Membership, float]:
     began = time.process_time()
     m = step(m, HostsDiscovered(hosts), 0.0).next
     m = step(m, Several(tuple(AgentJoined(host.name) for host in hosts)), 1.0).next
-    for batch in batches([WorkerReady(w, 0, None, None, f"{w}:1") for w in m.workers]):
+    for batch in batches([FromWorker(w, Ready(0, None, None, f"{w}:1")) for w in m.workers]):
         m = step(m, batch, 2.0).next
     took_s = time.process_time() - began
     assert m.world is not None
     assert m.world.size == slots
-    return step(m, FirstTick(m.world.members[0].worker, 1), 3.0).next, took_s
+    return step(m, FromWorker(m.world.members[0].worker, First(1)), 3.0).next, took_s
 
 
 def one_death(m: Membership) -> tuple[float, float]:
@@ -56,10 +57,10 @@ def one_death(m: Membership) -> tuple[float, float]:
     assert m.world is not None
     dead, *survivors = (placement.worker for placement in m.world.members)
     commit = CommitId(1, 10)
-    ready: list[Event] = [WorkerReady(w, 1, commit, None, f"{w}:1", 10) for w in survivors]
+    ready: list[Event] = [FromWorker(w, Ready(1, commit, None, f"{w}:1", 10)) for w in survivors]
     published: list[PublishWorld] = []
     times = []
-    for event in (WorkerExited(dead, None, 9), *batches(ready)):
+    for event in (WorkerExited(dead, 1, None, 9), *batches(ready)):
         began = time.process_time()
         m, effects, _ = step(m, event, 4.0)
         times.append(time.process_time() - began)

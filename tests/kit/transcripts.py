@@ -135,48 +135,50 @@ def parse_event(words: list[str]) -> t.Event:
     match kind:
         case "ready":
             sealed, store = _commit(given.get("sealed")), f"{worker.host}:5000"
-            begin = (worker, generation, commit, _commit(given.get("previous")), store, ticks, paused_s)
+            begin = (generation, commit, _commit(given.get("previous")), store, ticks, paused_s)
             times = {"commit_s": commit_s, "trained_s": trained_s}
-            return t.WorkerReady(*begin, sealed=sealed, has_shards="shards" in given, **times)
+            return t.FromWorker(worker, t.Ready(*begin, sealed=sealed, has_shards="shards" in given, **times))
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
-            end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
-            return t.WorkerExited(worker, code, signal, *end, _commits(given.get("held", "")))
+            pid = 0 if "unstarted" in given else 1
+            end = (given.get("error", ""), int(given.get("at", "0")), _commits(given.get("held", "")))
+            return t.WorkerExited(worker, pid, code, signal, *end)
         case "run":
             return t.WorkerUsesRun(worker)
         case "unresponsive":
             return t.WorkerUnresponsive(worker, "no stamp for 10 s")
         case "draining":
-            return t.WorkerDraining(worker, "SIGTERM to the worker")
+            return t.FromWorker(worker, t.WorkerPreemptionNotice(15))
         case "answer":
-            return t.HoldAnswered(worker, generation, ticks, "gate" in given, int(given.get("to", "1")))
+            return t.FromWorker(worker, t.HoldAnswer(generation, ticks, "gate" in given, int(given.get("to", "1"))))
         case "failure" | "suspect":
-            return t.FailureReported(worker, generation, kind == "failure", given.get("error", ""))
+            return t.FromWorker(worker, t.GenerationFailure(generation, kind == "failure", given.get("error", "")))
         case "gate":
-            return t.GateEntered(worker, generation, commit_s)
+            return t.FromWorker(worker, t.Gate(generation, commit_s))
         case "heartbeat":
-            place, pace = given.get("place", "train"), _pace(given.get("pace", ""))
+            place, pace = t.Place[given.get("place", "train").upper()], _pace(given.get("pace", ""))
             previous = _commit(given.get("previous"))
             still_s = float(given.get("still", "0"))
-            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous, still_s, trained_s)
+            stamp = t.Stamp(place, generation, ticks, commit, commit_s, pace, previous, still_s, trained_s)
+            return t.FromWorker(worker, stamp)
         case "where":
             entered = [word.split(":") for word in given.get("entered", "").split(",") if word]
             collectives = tuple(t.Collective("default_pg", int(number), text) for number, text in entered)
             line = given.get("line", "")
-            return t.CollectivesReported(worker, t.CollectivesReport(generation, collectives, f"stack of {line}", line))
+            return t.FromWorker(worker, t.CollectivesReport(generation, collectives, f"stack of {line}", line))
         case "attached":
-            return t.ShardsAttached(worker, generation, tuple(map(int, given["digests"].split(","))))
+            return t.FromWorker(worker, t.Attached(generation, tuple(map(int, given["digests"].split(",")))))
         case "sealed":
             assert commit is not None
-            return t.CommitSealed(worker, commit)
+            return t.FromWorker(worker, t.CommitSealed(commit))
         case "first":
-            return t.FirstTick(worker, generation, train_s, sync_s)
+            return t.FromWorker(worker, t.First(generation, train_s, sync_s))
         case "call":
             ranks = tuple(map(int, given["ranks"].split(","))) if "ranks" in given else ()
             waiting_s = float(given["waits"]) if "waits" in given else None
             number, text = int(given["number"]), given.get("text", "barrier()")
             report = t.CallReport(generation, int(given.get("set", "0")), ranks, number, text, waiting_s)
-            return t.CallReported(worker, report)
+            return t.FromWorker(worker, report)
     raise ValueError(f"no such event: {kind}")
 
 

@@ -80,7 +80,7 @@ class PlainJob:
         self.restarts = 0
         self.restarts_before = 0  # when the present driver started
         self.record = Record("job", "id", 1, "token", (), Options(command=("train",), np=1, min_np=1), "/")
-        self.exits: dict[str, list[messages.Exited]] = {}  # by host: since workers were started there
+        self.exits: dict[str, list[t.WorkerExited]] = {}  # by host: since workers were started there
         self.incarnations: dict[str, dict[int, int]] = {}
         self.store_joined: dict[str, int] = {}  # by host: the newest generation
         self.with_faults = True
@@ -174,9 +174,9 @@ class PlainJob:
 
     def _exits(self, worker: t.WorkerId, code: int | None, signal: int | None, *, is_noticed: bool = True) -> None:
         del self.living[worker]
-        self.exits.setdefault(worker.host, []).append(messages.Exited(worker, 1, code, signal, ""))
+        self.exits.setdefault(worker.host, []).append(t.WorkerExited(worker, 1, code, signal))
         if is_noticed:
-            self.deliver(t.WorkerExited(worker, code, signal))
+            self.deliver(t.WorkerExited(worker, 1, code, signal))
 
     def replace_driver(self) -> None:
         """Replace a dead driver. Meanwhile workers and agents may end, and hosts that had no agent yet get none."""
@@ -226,7 +226,7 @@ class PlainJob:
         exits, incarnations = self.exits.get(host, []), tuple(self.incarnations.get(host, {}).items())
         joined = self.store_joined.get(host, 0)
         takeover.joined(host, messages.HostReport((), reports, tuple(exits), incarnations, store_joined=joined))
-        events: list[t.Event] = [t.WorkerExited(e.worker, e.exit_code, e.signal) for e in exits]
+        events: list[t.Event] = list(exits)
         events.append(t.AgentJoined(host, (), tuple(living.items()), incarnations))
         if joined:
             events.append(t.PlainStoreJoined(joined))

@@ -102,7 +102,7 @@ def _break_all(rng: random.Random, fleet: Fleet, machines: list[Machine], limit_
         hosts = [host.name for host in fleet.m.hosts.values() if host.agent in ("asked", "joined")]
         if living and rng.random() < 0.7:
             lost = rng.sample(living, rng.randint(1, len(living)))
-            fleet.deliver(t.Several(tuple(t.WorkerExited(worker, None, 9) for worker in lost)))
+            fleet.deliver(t.Several(tuple(t.WorkerExited(worker, 1, None, 9) for worker in lost)))
         elif hosts:
             fleet.deliver(t.AgentLost(rng.choice(hosts), "is unreachable: connection closed"))
         fleet.run(min(until, fleet.now + rng.random() * limit_s / 20))

@@ -256,7 +256,7 @@ def _worker(m: Membership, worker: Worker, ahead_s: float) -> View:
     view: View = {
         "state": worker_state(m, worker),
         "name": str(worker.id),
-        "place": worker.place,
+        "place": str(worker.place),
         "tick": worker.ticks,
         **_time("seen", worker.reported_at, ahead_s),
     }

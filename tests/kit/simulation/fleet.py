@@ -119,10 +119,10 @@ class Fleet:
             case t.StartWorker(worker):
                 self._start_worker(worker)
             case t.StopWorker(worker) | t.Leave(worker):
-                self.later(0.1, lambda: t.WorkerExited(worker, None, 9))
+                self.later(0.1, lambda: t.WorkerExited(worker, 1, None, 9))
             case t.PublishWorld(world):
                 self.worlds.append((self.now, world.size))
-                self.later(0.1, lambda: t.FirstTick(world.members[0].worker, world.generation))
+                self.later(0.1, lambda: t.FromWorker(world.members[0].worker, t.First(world.generation)))
             case t.Hold(generation, number):
                 self.later(0.1, lambda: t.Several(tuple(self._answers(generation, number))))
             case t.End(generation, _):
@@ -147,16 +147,21 @@ class Fleet:
         self.later(min(machine.boot_s, _IMPORTS_S), lambda: t.WorkerUsesRun(worker))
         match machine.slot(worker.slot):
             case "boot":
-                self.later(machine.boot_s, lambda: t.WorkerReady(worker, 0, None, None, f"{worker}:1"))
+                self.later(machine.boot_s, lambda: t.FromWorker(worker, t.Ready(0, None, None, f"{worker}:1")))
             case "die":
-                self.later(machine.boot_s, lambda: t.WorkerExited(worker, 1, None))
+                self.later(machine.boot_s, lambda: t.WorkerExited(worker, 1, 1, None))
 
     def _members(self, generation: int) -> list[t.WorkerId]:
         return [w.id for w in self.m.workers.values() if w.joined == generation and not w.gone and w.ready is None]
 
     def _answers(self, generation: int, number: int) -> list[t.Event]:
-        return [t.HoldAnswered(worker, generation, 5, False, number) for worker in self._members(generation)]
+        return [
+            t.FromWorker(worker, t.HoldAnswer(generation, 5, False, number)) for worker in self._members(generation)
+        ]
 
     def _ready_again(self, generation: int) -> list[t.Event]:
         """Return a READY for each member, without a commit: no worker here has one, so no commit can be lost."""
-        return [t.WorkerReady(worker, generation, None, None, f"{worker}:1", 6) for worker in self._members(generation)]
+        return [
+            t.FromWorker(worker, t.Ready(generation, None, None, f"{worker}:1", 6))
+            for worker in self._members(generation)
+        ]

@@ -152,12 +152,12 @@ class Checker:
 
     def _hear(self, before: Membership, event: t.Event) -> None:
         match event:
-            case t.WorkerReady(worker=worker, commit=commit) if self._lives(before, worker):
-                if self._joined.get(worker, 0) == event.generation:
-                    self._stands_still |= event.generation == self.generation
+            case t.FromWorker(worker, t.Ready(generation, commit, previous)) if self._lives(before, worker):
+                if self._joined.get(worker, 0) == generation:
+                    self._stands_still |= generation == self.generation
                     self._held[worker] = commit
-                    self._committed |= any(c is not None and c.tick > 0 for c in (commit, event.previous))
-            case t.Heartbeat(worker=worker, commit=commit) | t.CommitSealed(worker=worker, commit=commit) if (
+                    self._committed |= any(c is not None and c.tick > 0 for c in (commit, previous))
+            case t.FromWorker(worker, t.Stamp(commit=commit) | t.CommitSealed(commit)) if (
                 self._living.get(worker.slot_id) == worker
             ):
                 self._committed |= commit is not None and commit.tick > 0

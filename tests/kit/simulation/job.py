@@ -226,7 +226,11 @@ class Job:
         """Return the agent's last reading of a dead worker's slot."""
         held = self.retained.get(worker.slot_id, Retained())
         commit, previous = (sealed[0] if sealed else None for sealed in (held.commit, held.previous))
-        return [t.Heartbeat(worker, "train", -1, 0, commit, previous=previous)] if commit is not None else []
+        return (
+            [t.FromWorker(worker, t.Stamp(t.Place.TRAIN, -1, 0, commit, previous=previous))]
+            if commit is not None
+            else []
+        )
 
     def _time_passes(self) -> None:
         """Advance the clock by a second at most, up to the deadline. Agents report the liveness of their workers."""
@@ -413,7 +417,7 @@ class Job:
             elif kind == "freeze":
                 victim.frozen = True
             elif kind == "notice":
-                victim.up.append(t.WorkerDraining(victim.id, "SIGTERM to the worker"))
+                victim.up.append(t.FromWorker(victim.id, t.WorkerPreemptionNotice(15)))
         self.reached[f"fault {kind}"] += 1
 
     def _all_is_well_again(self) -> None:

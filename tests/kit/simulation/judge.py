@@ -47,11 +47,7 @@ class Judge:
     def record(self, event: t.Event) -> None:
         """Record an event that the core receives."""
         match event:
-            case (
-                t.Heartbeat(worker, commit=commit)
-                | t.CommitSealed(worker, commit)
-                | t.WorkerReady(worker, commit=commit)
-            ):
+            case t.FromWorker(worker, t.Stamp(commit=commit) | t.CommitSealed(commit) | t.Ready(commit=commit)):
                 known = self.job.m.workers.get(worker) is not None
                 if known and commit is not None and worker.slot_id in self.job.retained:
                     self.reported[worker.slot_id] = commit

@@ -85,7 +85,7 @@ class OneCopyWorker(Worker):
             yield True
             self._seal(commit)
             yield True
-        if self.sentinel.place == "train" and self.compared < commit.generation and self.ticks < commit.tick:
+        if self.sentinel.place == t.Place.TRAIN and self.compared < commit.generation and self.ticks < commit.tick:
             yield from self._collective("compare")
             self.compared = commit.generation
             if not self.keeps:

@@ -26,7 +26,7 @@ def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> 
     bound += partition.lease_s(policy)
     if isinstance(m.phase, Running):
         member = next(w for w in m.workers.values() if w.joined == m.generation and not w.gone)
-        m, effects, _ = step(m, t.WorkerExited(member.id, None, 9), now)
+        m, effects, _ = step(m, t.WorkerExited(member.id, 1, None, 9), now)
         if any(isinstance(effect, t.PublishWorld) for effect in effects):
             return
     members = [w for w in m.workers.values() if w.joined == m.generation > 0 and not w.gone]
@@ -55,14 +55,14 @@ def _answers(m: Membership, deaf: t.WorkerId | None) -> Iterator[t.Event]:
         if worker.id == deaf:
             continue
         if worker.gone or (isinstance(m.phase, Finishing) and worker.joined == m.generation):
-            yield t.WorkerExited(worker.id, 0, None)
+            yield t.WorkerExited(worker.id, 1, 0, None)
         elif worker.confirmed_at is not None:
-            yield t.WorkerExited(worker.id, 1, None)
+            yield t.WorkerExited(worker.id, 1, 1, None)
         elif worker.ready is None and not isinstance(m.phase, Running):
             commit = worker.commit
             if isinstance(m.phase, Forming) and m.phase.at_tick is not None and worker.joined == m.generation:
                 commit = t.CommitId(m.phase.ended, m.phase.at_tick)
-            yield t.WorkerReady(worker.id, worker.joined, commit, None, f"{worker.id}:1")
+            yield t.FromWorker(worker.id, t.Ready(worker.joined, commit, None, f"{worker.id}:1"))
 
 
 def stale_facts_have_no_effect(rng: random.Random, m: Membership, now: float) -> None:
@@ -82,7 +82,8 @@ def stale_facts_have_no_effect(rng: random.Random, m: Membership, now: float) ->
     stranger = rng.choice((worker._replace(incarnation=worker.incarnation - 1), t.WorkerId("z", 0, 1)))
     was_member = m.world is not None and any(placement.worker == stranger for placement in m.world.members)
     for event in rubbish(stranger, m.generation, t.CommitId(m.generation, 1)):
-        if was_member and isinstance(event, t.ShardsAttached):
+        body = event.body if isinstance(event, t.FromWorker) else None
+        if was_member and isinstance(body, t.Attached):
             continue  # others may have committed since its report, which is late
         stale = step(m, event, now)
         if isinstance(event, t.AgentJoined) and not isinstance(m.phase, Over):  # an agent of no host must be stopped
@@ -91,14 +92,7 @@ def stale_facts_have_no_effect(rng: random.Random, m: Membership, now: float) ->
             assert not stale.effects, (event, stale.effects)
         assert replace(stale.next, deadlines=m.deadlines) == m, event
     for event in rubbish(worker, m.generation + 1, t.CommitId(1, 0)):
-        if isinstance(
-            event,
-            t.WorkerReady
-            | t.HoldAnswered
-            | t.FailureReported
-            | t.GateEntered
-            | t.FirstTick
-            | t.ShardsAttached
-            | t.CallReported,
+        if isinstance(event, t.FromWorker) and isinstance(
+            event.body, t.Ready | t.HoldAnswer | t.GenerationFailure | t.Gate | t.First | t.Attached | t.CallReport
         ):
             assert replace(step(m, event, now).next, deadlines=m.deadlines) == m, event

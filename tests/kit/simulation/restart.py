@@ -162,7 +162,7 @@ class Restart:
                 1,
                 given[worker.id],
                 messages.Stamp(
-                    messages.Place[worker.sentinel.place.upper()],
+                    worker.sentinel.place,
                     worker.sentinel.generation,
                     worker.ticks,
                     worker.commit[0] if worker.commit is not None else None,
@@ -171,10 +171,7 @@ class Restart:
             )
             for worker in workers
         )
-        exits = tuple(
-            messages.Exited(left.worker, 1, left.exit_code, left.signal, "")
-            for left in self.host_reports.exits.get(host, [])
-        )
+        exits = tuple(self.host_reports.exits.get(host, ()))
         incarnations = tuple(self.host_reports.incarnations.get(host, {}).items())
         gate, ended = self.host_reports.gates.get(host, 0), self.host_reports.ends.get(host, 0)
         return messages.HostReport(job.joined(host, ()).commits, reports, exits, incarnations, gate, ended)

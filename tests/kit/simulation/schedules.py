@@ -228,7 +228,7 @@ class EventMaker:
         self.commits[worker.id] = commit
         ticks = worker.ticks + self.rng.randint(0, 2)
         store = f"{worker.id}:1"
-        return t.WorkerReady(worker.id, worker.joined, commit, None, store, ticks, self.rng.random())
+        return t.FromWorker(worker.id, t.Ready(worker.joined, commit, None, store, ticks, self.rng.random()))
 
     def _run_used(self, m: Membership) -> t.Event:
         return t.WorkerUsesRun(self._any(m).id)
@@ -244,19 +244,21 @@ class EventMaker:
     def _exit(self, m: Membership) -> t.Event:
         worker = self._any(m).id
         if self.rng.random() < 0.6:
-            return t.WorkerExited(worker, None, self.rng.choice((9, 11, 15, 77)))
-        return t.WorkerExited(worker, self.rng.choice((0, 1, 1, 3)), None, "Traceback: boom")
+            return t.WorkerExited(worker, 1, None, self.rng.choice((9, 11, 15, 77)))
+        return t.WorkerExited(worker, 1, self.rng.choice((0, 1, 1, 3)), None, "Traceback: boom")
 
     def _clean_exit(self, m: Membership) -> t.Event:
-        return t.WorkerExited(self._any(m).id, 0, None)
+        return t.WorkerExited(self._any(m).id, 1, 0, None)
 
     def _exit_of_the_gone(self, m: Membership) -> t.Event:
         worker = self.rng.choice([w for w in m.workers.values() if w.gone])
-        return t.WorkerExited(worker.id, None, 9) if worker.gone == "failed" else t.WorkerExited(worker.id, 0, None)
+        return (
+            t.WorkerExited(worker.id, 1, None, 9) if worker.gone == "failed" else t.WorkerExited(worker.id, 1, 0, None)
+        )
 
     def _exit_of_the_confirmed(self, m: Membership) -> t.Event:
         worker = self.rng.choice([w for w in m.workers.values() if w.confirmed_at is not None])
-        return t.WorkerExited(worker.id, 1, None, "Traceback: own")
+        return t.WorkerExited(worker.id, 1, 1, None, "Traceback: own")
 
     def _heartbeat(self, m: Membership) -> t.Event:
         worker = self._any(m)
@@ -265,7 +267,9 @@ class EventMaker:
         ticks = worker.ticks + self.rng.choice((0, 1, 1, 3))
         commit_s = self.rng.choice((0.0, 0.0, 0.2, 5.0))
         commit = self.commits.get(worker.id)
-        return t.Heartbeat(worker.id, "train", worker.joined, ticks, commit, commit_s, self._pace(worker))
+        return t.FromWorker(
+            worker.id, t.Stamp(t.Place.TRAIN, worker.joined, ticks, commit, commit_s, self._pace(worker))
+        )
 
     def _pace(self, worker: Worker) -> tuple[tuple[int, int], ...]:
         """Return points of the worker's own time. Workers in odd slots are slower, mostly."""
@@ -279,15 +283,17 @@ class EventMaker:
         commit = t.CommitId(max(1, m.generation), 1)
         if worker.joined == commit.generation:
             self.commits[worker.id] = commit
-        return t.CommitSealed(worker.id, commit)
+        return t.FromWorker(worker.id, t.CommitSealed(commit))
 
     def _all_alive(self, m: Membership) -> t.Event:
-        beats = [t.Heartbeat(w.id, "train", w.joined, w.ticks, None) for w in m.workers.values()]
+        beats = [t.FromWorker(w.id, t.Stamp(t.Place.TRAIN, w.joined, w.ticks, None)) for w in m.workers.values()]
         return t.Several(tuple(beats))
 
     def _all_stand_still(self, m: Membership) -> t.Event:
         beats = [
-            t.Heartbeat(w.id, "train", w.joined, w.ticks, None, still_s=self.rng.choice((w.still_s + 2.0, 9.0)))
+            t.FromWorker(
+                w.id, t.Stamp(t.Place.TRAIN, w.joined, w.ticks, None, still_s=self.rng.choice((w.still_s + 2.0, 9.0)))
+            )
             for w in m.workers.values()
         ]
         return t.Several(tuple(beats))
@@ -295,42 +301,44 @@ class EventMaker:
     def _where(self, m: Membership) -> t.Event:
         entered = tuple(t.Collective("default_pg", number, "barrier()") for number in range(self.rng.randint(0, 3)))
         report = t.CollectivesReport(m.generation, entered, "", self.rng.choice(("train.py:1", "train.py:2")))
-        return t.CollectivesReported(self._any(m).id, report)
+        return t.FromWorker(self._any(m).id, report)
 
     def _unresponsive(self, m: Membership) -> t.Event:
         return t.WorkerUnresponsive(self._any(m).id, "no stamp for 10 s")
 
     def _draining(self, m: Membership) -> t.Event:
-        return t.WorkerDraining(self._any(m).id, "SIGTERM")
+        return t.FromWorker(self._any(m).id, t.WorkerPreemptionNotice(15))
 
     def _tick(self, m: Membership) -> t.Event:
         train_s, sync_s = self.rng.random(), self.rng.choice((0.0, self.rng.random()))
-        return t.FirstTick(self._any(m).id, m.generation, train_s, sync_s)
+        return t.FromWorker(self._any(m).id, t.First(m.generation, train_s, sync_s))
 
     def _call(self, m: Membership) -> t.Event:
         waiting_s = self.rng.choice((None, 1.0, 59.0, 100.0))
         report = t.CallReport(m.generation, 0, (), self.rng.randint(1, 2), "barrier()", waiting_s)
-        return t.CallReported(self._any(m).id, report)
+        return t.FromWorker(self._any(m).id, report)
 
     def _failure(self, m: Membership) -> t.Event:
-        return t.FailureReported(self._any(m).id, m.generation, True, "Connection closed by peer")
+        return t.FromWorker(self._any(m).id, t.GenerationFailure(m.generation, True, "Connection closed by peer"))
 
     def _suspect(self, m: Membership) -> t.Event:
-        return t.FailureReported(self._any(m).id, m.generation, False, "ValueError")
+        return t.FromWorker(self._any(m).id, t.GenerationFailure(m.generation, False, "ValueError"))
 
     def _all_suspect(self, m: Membership) -> t.Event:
-        return t.Several(tuple(t.FailureReported(w, m.generation, False, "ValueError") for w in m.workers))
+        return t.Several(
+            tuple(t.FromWorker(w, t.GenerationFailure(m.generation, False, "ValueError")) for w in m.workers)
+        )
 
     def _gate(self, m: Membership) -> t.Event:
         outside = [w.id for w in m.workers.values() if w.joined == m.generation and not w.in_gate]
         if outside and self.rng.random() < 0.4:
-            return t.Several(tuple(t.GateEntered(worker, m.generation) for worker in outside))
-        return t.GateEntered(self.rng.choice(outside) if outside else self._any(m).id, m.generation)
+            return t.Several(tuple(t.FromWorker(worker, t.Gate(m.generation)) for worker in outside))
+        return t.FromWorker(self.rng.choice(outside) if outside else self._any(m).id, t.Gate(m.generation))
 
     def _answers(self, m: Membership) -> t.Event:
         silent = [w for w in m.workers.values() if w.joined == m.generation and w.answer is None]
         in_gate = self.rng.random() < 0.05
-        answers = [t.HoldAnswered(w.id, m.generation, w.ticks, in_gate, m.ledger.holds) for w in silent]
+        answers = [t.FromWorker(w.id, t.HoldAnswer(m.generation, w.ticks, in_gate, m.ledger.holds)) for w in silent]
         return t.Several(tuple(answers if self.rng.random() < 0.7 else answers[:1]))
 
     # ------------------------------------------------------------------------------------------------ rubbish
@@ -345,23 +353,23 @@ class EventMaker:
 def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.Event]:
     """Return one event of each kind about this worker and generation."""
     return [
-        t.WorkerReady(worker, generation, commit, None, f"{worker}:1"),
-        t.WorkerExited(worker, 0, None),
+        t.FromWorker(worker, t.Ready(generation, commit, None, f"{worker}:1")),
+        t.WorkerExited(worker, 1, 0, None),
         t.WorkerUnresponsive(worker, "?"),
-        t.WorkerDraining(worker, "?"),
-        t.HoldAnswered(worker, generation, 3, False, 1),
-        t.FailureReported(worker, generation, True, "?"),
-        t.FailureReported(worker, generation, False, "?"),
-        t.GateEntered(worker, generation),
-        t.Heartbeat(worker, "train", generation, 1, commit),
-        t.CommitSealed(worker, commit),
+        t.FromWorker(worker, t.WorkerPreemptionNotice(15)),
+        t.FromWorker(worker, t.HoldAnswer(generation, 3, False, 1)),
+        t.FromWorker(worker, t.GenerationFailure(generation, True, "?")),
+        t.FromWorker(worker, t.GenerationFailure(generation, False, "?")),
+        t.FromWorker(worker, t.Gate(generation)),
+        t.FromWorker(worker, t.Stamp(t.Place.TRAIN, generation, 1, commit)),
+        t.FromWorker(worker, t.CommitSealed(commit)),
         t.WorkerUsesRun(worker),
-        t.FirstTick(worker, generation),
-        t.ShardsAttached(worker, generation, (7,)),
+        t.FromWorker(worker, t.First(generation)),
+        t.FromWorker(worker, t.Attached(generation, (7,))),
         t.CopyKept("z", worker.slot_id, commit),
         t.CopyDropped("z", worker.slot_id, commit, "?"),
         t.CommitDamaged(t.SlotId("z", 0), commit),
-        t.CallReported(worker, t.CallReport(generation, 0, (), 1, "?", 100.0)),
+        t.FromWorker(worker, t.CallReport(generation, 0, (), 1, "?", 100.0)),
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),
         t.HostDraining("z", "?"),

@@ -18,7 +18,7 @@ from elasticstate.core.types import ShardLayout
 from tests.kit.simulation.job import HOSTS, Job
 from tests.kit.simulation.judge import Judge
 from tests.kit.simulation.recovery import stale_facts_have_no_effect
-from tests.kit.simulation.sharded_workers import ShardedWorker, Stores
+from tests.kit.simulation.sharded_workers import ShardedWorker, Stores, is_attached
 from tests.kit.simulation.workers import Content, Retained, Worker
 
 
@@ -113,7 +113,7 @@ class LineJudge(Judge):
     def _layouts(self) -> list[ShardLayout]:
         """Return the layouts that the core knows, or that an agent which it reaches has reported."""
         known = {layout.generation for layout in self.job.m.shards.layouts}
-        known |= {report.generation for host, report in self.job.stores.attached.items() if self._up(host)}
+        known |= {report.generation for host, (_, report) in self.job.stores.attached.items() if self._up(host)}
         return [layout for generation, layout in self.job.stores.layouts.items() if generation in known]
 
     def _up(self, host: str) -> bool:
@@ -203,7 +203,7 @@ class ShardedJob(Job):
 
     def _stop_agent(self, host: str, *, with_commits: bool) -> None:
         if host in self.agents:
-            unsent = any(isinstance(e, t.ShardsAttached) for worker in self.workers_on(host) for e in worker.up)
+            unsent = any(is_attached(e) for worker in self.workers_on(host) for e in worker.up)
             self.reached["attached not forwarded"] += unsent
         super()._stop_agent(host, with_commits=with_commits)
         self._agent_is_gone(host)
@@ -228,7 +228,7 @@ class ShardedJob(Job):
         return tuple(self.stores.kept.get(host, ()))
 
     def attached_on(self, host: str) -> list[t.Event]:
-        return [self.stores.attached[host]] if host in self.stores.attached else []
+        return [t.FromWorker(*self.stores.attached[host])] if host in self.stores.attached else []
 
     def _fault(self) -> None:
         kind = self.rng.choice(("", "", "", "", "damage a copy", "damage a buffer", "full host"))
@@ -312,7 +312,7 @@ class ShardedJob(Job):
             self._report(host, report)
             return True
         if self.has_faults and self.rng.random() < 0.02:
-            unsent = {w.id.host for w in self.workers.values() if any(isinstance(e, t.ShardsAttached) for e in w.up)}
+            unsent = {w.id.host for w in self.workers.values() if any(is_attached(e) for e in w.up)}
             hosts = [host for host in self.agents if host in unsent and host not in self.partition]
             if hosts:
                 self._stop_agent(self.rng.choice(hosts), with_commits=self.rng.random() < 0.5)

@@ -13,13 +13,20 @@ Held = tuple[Content, int]
 """Content of a commit, and the digest of its shards."""
 
 
+def is_attached(event: t.Event) -> bool:
+    """Return True if a worker reports that all members have attached their shards."""
+    return isinstance(event, t.FromWorker) and isinstance(event.body, t.Attached)
+
+
 @dataclass
 class Stores:
     """The copy stores of all agents, and the buffers that they read."""
 
     retained: dict[t.SlotId, Retained]
     kept: dict[str, dict[tuple[t.SlotId, t.CommitId], Held]] = field(default_factory=dict)
-    attached: dict[str, t.ShardsAttached] = field(default_factory=dict)  # by host: the report that its agent can repeat
+    attached: dict[str, tuple[t.WorkerId, t.Attached]] = field(
+        default_factory=dict
+    )  # by host: the report that its agent can repeat
     layouts: dict[int, ShardLayout] = field(default_factory=dict)  # of all worlds whose members have all attached
     damaged_copies: set[t.CopyOf] = field(default_factory=set)
     damaged_buffers: set[t.CopyOf] = field(default_factory=set)
@@ -128,9 +135,9 @@ class ShardedWorker(Worker):
         yield from self._collective("attach")
         slots = (member.slot_id for member in members)
         self.stores.layouts[start.generation] = ShardLayout(start.generation, tuple(zip(slots, digests, strict=True)))
-        report = t.ShardsAttached(self.id, start.generation, digests)
-        self.up.append(report)
-        self.stores.attached[self.id.host] = report
+        report = t.Attached(start.generation, digests)
+        self.up.append(t.FromWorker(self.id, report))
+        self.stores.attached[self.id.host] = self.id, report
         yield True
 
     def _commits(self, commit: t.CommitId) -> Iterator[bool]:

@@ -99,7 +99,7 @@ class Sentinel:
     open_gate: int = 0
     world: t.World | None = None
     leave: bool = False
-    place: str = "boot"
+    place: t.Place = t.Place.BOOT
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Worker:
     frozen: bool = False
     busy_until: float = 0.0  # the end of its present batch
     crash: bool = False  # fault: the next batch raises an exception of this worker's own
-    lasting: list[t.Event] = field(default_factory=list)  # the lasting messages: its agent can send them again
+    lasting: list[t.FromWorker] = field(default_factory=list)  # the lasting messages: its agent can send them again
     restored: int = 0
     passed_gate: bool = False
     is_out: bool = False  # out of inputs in its last generation
@@ -147,7 +147,7 @@ class Worker:
         return bool(moved)
 
     def die(self, exit_code: int | None, signal: int | None, error: str = "") -> None:
-        self.exit = t.WorkerExited(self.id, exit_code, signal, error)
+        self.exit = t.WorkerExited(self.id, 1, exit_code, signal, error)
         self._cut()
 
     def _cut(self) -> None:
@@ -179,7 +179,7 @@ class Worker:
                 self._restore()
                 yield True
             except OwnError:
-                self._send(t.FailureReported(self.id, generation, False, "ValueError: own"))
+                self._send(t.FromWorker(self.id, t.GenerationFailure(generation, False, "ValueError: own")))
                 while self.sentinel.ended < generation and self.sentinel.own_error < generation:
                     yield False
                 if self.sentinel.own_error >= generation:
@@ -189,7 +189,7 @@ class Worker:
             self._cut()
             yield True
 
-    def _send(self, message: t.Event) -> None:
+    def _send(self, message: t.FromWorker) -> None:
         self.up.append(message)
         self.lasting.append(message)
 
@@ -215,7 +215,7 @@ class Worker:
         group = self.groups[commit.generation]
         group.sealed[self.id] = commit
         if commit.tick == 1:
-            self.up.append(t.CommitSealed(self.id, commit))
+            self.up.append(t.FromWorker(self.id, t.CommitSealed(commit)))
 
     def _restore(self) -> None:
         if self.commit is not None:
@@ -224,20 +224,22 @@ class Worker:
 
     def _ready(self) -> Iterator[bool]:
         sentinel = self.sentinel
-        sentinel.place = "regroup"
+        sentinel.place = t.Place.REGROUP
         commit, previous = self.retained.commit, self.retained.previous
         if commit is not None:
             assert self.content == commit[1], "I10: READY, but the live state is not the commit"
         self._send(
-            t.WorkerReady(
+            t.FromWorker(
                 self.id,
-                sentinel.generation,
-                commit[0] if commit else None,
-                previous[0] if previous else None,
-                f"{self.id}:1",
-                self.ticks,
-                behind=self.is_out,
-                names=self.names,
+                t.Ready(
+                    sentinel.generation,
+                    commit[0] if commit else None,
+                    previous[0] if previous else None,
+                    f"{self.id}:1",
+                    self.ticks,
+                    behind=self.is_out,
+                    names=self.names,
+                ),
             )
         )
         joined = sentinel.generation
@@ -265,7 +267,7 @@ class Worker:
             if group.cut - {self.id} and self.noticed:
                 self.sentinel.ended = max(self.sentinel.ended, generation)
                 self._cut()
-                self._send(t.FailureReported(self.id, generation, True, "Connection closed by peer"))
+                self._send(t.FromWorker(self.id, t.GenerationFailure(generation, True, "Connection closed by peer")))
                 raise Failed
             yield False
 
@@ -298,7 +300,7 @@ class Worker:
 
     def _train(self, generation: int) -> Iterator[bool]:
         yield from self._sync(generation)
-        self.sentinel.place = "train"
+        self.sentinel.place = t.Place.TRAIN
         group = self.groups[generation]
         batches = self.content.batches
         while batches < self.script.batches:
@@ -344,7 +346,7 @@ class Worker:
         if not (old & HOLD or old == 0):
             return
         if ticks == 1:
-            self.up.append(t.FirstTick(self.id, generation, self.rng.random(), self.rng.random()))
+            self.up.append(t.FromWorker(self.id, t.First(generation, self.rng.random(), self.rng.random())))
         while True:
             if sentinel.ended >= generation:
                 raise Failed
@@ -358,8 +360,8 @@ class Worker:
             yield False
 
     def _gate(self, generation: int) -> Iterator[bool]:
-        self.sentinel.place = "gate"
-        self._send(t.GateEntered(self.id, generation))
+        self.sentinel.place = t.Place.GATE
+        self._send(t.FromWorker(self.id, t.Gate(generation)))
         while self.sentinel.open_gate < generation:
             if self.sentinel.ended >= generation:
                 raise Failed
@@ -378,7 +380,9 @@ class Worker:
             case t.Hold(generation, number) if generation == sentinel.generation:
                 sentinel.held = True
                 ticks, sentinel.word = self.ticks, sentinel.word | HOLD
-                self.up.append(t.HoldAnswered(self.id, generation, ticks, sentinel.place == "gate", number))
+                self.up.append(
+                    t.FromWorker(self.id, t.HoldAnswer(generation, ticks, sentinel.place == t.Place.GATE, number))
+                )
             case t.Release(generation) if generation == sentinel.generation:
                 sentinel.held = False
                 if sentinel.end_tick is None and sentinel.ended < generation:
@@ -396,7 +400,7 @@ class Worker:
             case t.OpenGate(generation):
                 sentinel.open_gate = max(sentinel.open_gate, generation)
             case t.Leave():
-                assert sentinel.place == "regroup", "LEAVE inside a generation"
+                assert sentinel.place == t.Place.REGROUP, "LEAVE inside a generation"
                 sentinel.leave = True
             case t.StopWorker(kill=kill):
                 self.die(None, 9 if kill else 15)
@@ -419,14 +423,14 @@ class Worker:
             self.down.append(t.Release(held))
         self.up.clear()
 
-    def report(self) -> tuple[int, list[t.Event]]:
+    def report(self) -> tuple[int, list[t.FromWorker]]:
         """Return the newest generation whose world the worker received, and its lasting messages since then."""
         worlds = [message.world for message in self.down if isinstance(message, t.PublishWorld)]
         world = worlds[-1] if worlds else self.sentinel.world
         given = world.generation if world is not None else 0
-        return given, [message for message in self.lasting if getattr(message, "generation", -1) == given]
+        return given, [event for event in self.lasting if getattr(event.body, "generation", -1) == given]
 
-    def heartbeat(self) -> t.Heartbeat:
+    def heartbeat(self) -> t.FromWorker:
         commit, previous = (held[0] if held else None for held in (self.commit, self.retained.previous))
         place, generation = self.sentinel.place, self.sentinel.generation
-        return t.Heartbeat(self.id, place, generation, self.ticks, commit, previous=previous)
+        return t.FromWorker(self.id, t.Stamp(place, generation, self.ticks, commit, previous=previous))

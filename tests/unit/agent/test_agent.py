@@ -38,7 +38,7 @@ def test_orders_reach_the_worker_and_its_words_the_driver(tmp_path: Path) -> Non
         scene.send(messages.ToWorkers((WorkerId("h", 7, 1), W), messages.ConfirmOwnError(W, 1)))
         assert [await scene.line(), await scene.line()] == ["OpenGate", "ConfirmOwnError"]
         scene.send(messages.StopWorker(W, "", kill=True))
-        exited = await scene.hear(messages.Exited)
+        exited = await scene.hear(messages.WorkerExited)
         assert (exited.exit_code, exited.signal) == (None, signal.SIGKILL)
         scene.send(messages.Shutdown("done"))
         assert await scene.end() == (0, "")
@@ -53,7 +53,7 @@ def test_a_worker_that_does_not_leave_is_killed_after_the_stop_timeout(tmp_path:
         await scene.hear(messages.FromWorker)
         scene.send(messages.ToWorkers((W,), messages.Leave(W)))
         assert await scene.line() == "Leave"
-        assert (await scene.hear(messages.Exited)).signal == signal.SIGKILL
+        assert (await scene.hear(messages.WorkerExited)).signal == signal.SIGKILL
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
 
@@ -68,7 +68,7 @@ def test_a_plain_command_gets_sigterm(tmp_path: Path) -> None:
         scene.send(messages.Shutdown("done"))
         assert await scene.line() == "told"
         assert (await scene.end())[0] == 0
-        assert (await scene.hear(messages.Exited)).exit_code == 4
+        assert (await scene.hear(messages.WorkerExited)).exit_code == 4
 
     play(tmp_path, scenario)
 
@@ -114,7 +114,7 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
         await scene.hear(messages.Started)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(scene.agent.pid, number)
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "SIGTERM to its agent")
         assert scene.agent.returncode is None
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
@@ -130,10 +130,10 @@ def test_ctrl_c_drains_the_host_of_an_agent_that_dials_in_and_a_second_one_kills
         await scene.serve("sh", "-c", "trap 'echo told' INT TERM; echo up; while :; do sleep 0.01; done")
         assert await scene.line() == "up"
         os.killpg(scene.agent.pid, signal.SIGINT)
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGINT to its agent")
-        assert not [message for message in scene.heard if isinstance(message, messages.Exited)]
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "SIGINT to its agent")
+        assert not [message for message in scene.heard if isinstance(message, messages.WorkerExited)]
         os.killpg(scene.agent.pid, signal.SIGINT)
-        assert (await scene.hear(messages.Exited)).signal == signal.SIGKILL
+        assert (await scene.hear(messages.WorkerExited)).signal == signal.SIGKILL
         status, said = await scene.end()
         assert status == 128 + signal.SIGINT
         assert said.splitlines() == [
@@ -153,7 +153,7 @@ def test_the_second_ctrl_c_after_a_preemption_notice_kills_and_not_the_first(tmp
         await scene.serve("sleep", "100")
         await scene.hear(messages.Started)
         scene.agent.send_signal(signal.SIGTERM)
-        await scene.hear(messages.HostPreemptionNotice)
+        await scene.hear(messages.HostDraining)
         scene.agent.send_signal(signal.SIGINT)
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
@@ -183,7 +183,7 @@ def test_a_signal_that_is_no_notice_has_its_usual_effect(tmp_path: Path) -> None
         await scene.serve("sleep", "100", preemption_signals=(signal.SIGUSR1,))
         await scene.hear(messages.Started)
         scene.agent.send_signal(signal.SIGUSR1)
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGUSR1 to its agent")
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "SIGUSR1 to its agent")
         scene.agent.send_signal(signal.SIGTERM)
         assert (await scene.end())[0] == -signal.SIGTERM
 
@@ -196,8 +196,8 @@ def test_sigterm_before_there_is_a_driver_is_told_as_soon_as_there_is_one(tmp_pa
         await scene.until(lambda: scene.has_joined, "an agent")
         scene.agent.send_signal(signal.SIGTERM)
         await scene.serve("sleep", "100", stop_timeout_s=0.2)
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
-        assert [type(message) for message in scene.heard[:2]] == [messages.HostReport, messages.HostPreemptionNotice]
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "SIGTERM to its agent")
+        assert [type(message) for message in scene.heard[:2]] == [messages.HostReport, messages.HostDraining]
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
 
@@ -210,7 +210,7 @@ def test_ctrl_c_during_the_greeting_drains_the_host(tmp_path: Path) -> None:
         await scene.until(lambda: scene.has_joined, "an agent")
         scene.agent.send_signal(signal.SIGINT)
         await scene.serve("sleep", "100", stop_timeout_s=0.2)
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGINT to its agent")
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "SIGINT to its agent")
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
 
@@ -222,7 +222,7 @@ def test_the_last_commit_of_a_worker_is_told_before_its_end_and_outlives_it(tmp_
         await scene.start()
         await scene.serve(sys.executable, "-c", SEAL)
         assert await scene.line() == "(0, 0, 0, 0) None"
-        exited = await scene.hear(messages.Exited)
+        exited = await scene.hear(messages.WorkerExited)
         told = stamps(scene.heard[: scene.heard.index(exited)])
         assert told[-1] == (W, messages.Stamp(messages.Place.TRAIN, 4, 1, CommitId(4, 1)))
         scene.send(messages.StartWorker(WorkerId("h", 0, 2)))
@@ -239,7 +239,7 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
         await scene.start()
         await scene.serve(sys.executable, "-c", SEAL)
         assert await scene.hear(messages.HostReport) == messages.HostReport((), ())
-        await scene.hear(messages.Exited)
+        await scene.hear(messages.WorkerExited)
         scene.agent.kill()
         await scene.agent.wait()
         await scene.start()
@@ -256,7 +256,7 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
 ASK = """
 import os
 from elasticstate.options import worker_environment
-from elasticstate.net import messages, worker_codec
+from elasticstate.net import codec, messages
 from elasticstate.net.link import WorkerLink
 told = worker_environment()
 link = WorkerLink(told.socket)
@@ -265,7 +265,7 @@ link._socket.setblocking(True)
 link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
 for size in (100_000, 1 << 60):
     link.send(messages.GrowBuffer(1, size))
-    print(worker_codec.decode_to_worker(link._socket.recv(100_000)), flush=True)
+    print(codec.decode_to_worker(link._socket.recv(100_000)), flush=True)
 print(os.stat(told.commits + ".1.safetensors").st_size, flush=True)
 """
 

@@ -46,7 +46,7 @@ def test_an_agent_in_touch_again_tells_all_of_its_workers_and_goes_on(tmp_path: 
         scene.send(messages.ToWorkers(None, messages.OpenGate(1)))
         assert await scene.line() == "OpenGate"
         scene.send(messages.StopWorker(W, "", kill=True))
-        exited = await scene.hear(messages.Exited)
+        exited = await scene.hear(messages.WorkerExited)
         await scene.cut()
         scene.heard.clear()
         scene.send(scene.spec("unused"))
@@ -63,7 +63,7 @@ def test_what_a_booting_worker_has_not_found_yet_is_told_by_its_agent(tmp_path: 
         await scene.start()
         boot = "if told.worker.incarnation == 2:\n    os.read(os.pipe()[0], 1)\npage.enter(4)"
         await scene.serve(sys.executable, "-c", SEAL.replace("page.enter(4)", boot))
-        await scene.hear(messages.Exited)
+        await scene.hear(messages.WorkerExited)
         scene.heard.clear()
         scene.send(messages.StartWorker(W._replace(incarnation=2)))
         await scene.hear(messages.Started)
@@ -138,7 +138,7 @@ def test_a_refused_agent_leaves_its_commits_to_the_next_one(tmp_path: Path, is_s
     async def scenario(scene: Scene) -> None:
         await scene.start()
         await scene.serve(sys.executable, "-c", SEAL)
-        await scene.hear(messages.Exited)
+        await scene.hear(messages.WorkerExited)
         await scene.cut()
         scene._streams[0].refuse("host h has another agent", is_stopped)
         assert (await scene.end())[0] == 1
@@ -176,7 +176,7 @@ def test_an_agent_on_another_host_makes_its_own_directory_and_finds_its_address(
         await scene.serve("sh", "-c", "echo $PASSED $GIVEN $ELASTICSTATE_LOCAL_ADDRESS $ELASTICSTATE_SOCKET")
         passed, given, address, socket = (await scene.line()).split()
         assert (passed, given, address) == ("on", "1", "127.0.0.1")
-        await scene.hear(messages.Exited)
+        await scene.hear(messages.WorkerExited)
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
         assert not Path(socket).parent.exists()
@@ -256,7 +256,7 @@ def test_an_agent_that_is_not_needed_leaves_the_one_before_it_alone(tmp_path: Pa
         assert "another agent has" in said
         scene.agent, scene._streams = before, [stream]
         scene.send(messages.StopWorker(W, "", kill=True))
-        await scene.hear(messages.Exited)
+        await scene.hear(messages.WorkerExited)
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
 

@@ -27,9 +27,7 @@ def times_asked(directory: Path) -> int:
 
 
 def notices(scene: Scene) -> list[messages.FromAgent]:
-    return [
-        message for message in scene.heard if isinstance(message, messages.HostPreemptionNotice | messages.AgentWarning)
-    ]
+    return [message for message in scene.heard if isinstance(message, messages.HostDraining | messages.AgentWarning)]
 
 
 async def ends_well(scene: Scene) -> None:
@@ -49,7 +47,7 @@ def test_it_is_asked_until_it_gives_notice_and_not_after(tmp_path: Path) -> None
         await scene.until(lambda: times_asked(tmp_path) >= 3, "three calls")
         assert notices(scene) == []
         (tmp_path / "go").touch()
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("going: on h")
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "going: on h")
         count = times_asked(tmp_path)
         scene.agent.send_signal(signal.SIGTERM)  # too late for a second notice
         scene.send(messages.Shutdown("drained"))  # waits for the stop time-out
@@ -67,7 +65,7 @@ def test_a_signal_ends_the_asking(tmp_path: Path) -> None:
         await scene.until(lambda: times_asked(tmp_path) == 1, "a call")
         asked = int((tmp_path / "asked").read_text())
         scene.agent.send_signal(signal.SIGTERM)
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", "SIGTERM to its agent")
         await scene.until(lambda: not psutil.pid_exists(asked), "the end of the command")
         await ends_well(scene)
 
@@ -99,9 +97,7 @@ def test_any_other_answer_is_warned_of_once_and_asking_goes_on(
         await scene.until(lambda: times_asked(tmp_path) >= count + 3, "more calls")
         assert notices(scene) == [warning]
         (tmp_path / "go").touch()
-        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice(
-            f"{command} exited with 0"
-        )
+        assert await scene.hear(messages.HostDraining) == messages.HostDraining("h", f"{command} exited with 0")
         pids = [int(line) for line in (tmp_path / "asked").read_text().split()]
         await scene.until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all calls")
         await ends_well(scene)

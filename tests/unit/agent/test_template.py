@@ -77,14 +77,14 @@ class Run:
         await self.scene.until(lambda: bool(found()), f"the start of {worker}")
         return found()[0]
 
-    async def ended(self, worker: WorkerId) -> messages.Exited:
-        def found() -> list[messages.Exited]:
-            return [m for m in self.scene.heard if isinstance(m, messages.Exited) and m.worker == worker]
+    async def ended(self, worker: WorkerId) -> messages.WorkerExited:
+        def found() -> list[messages.WorkerExited]:
+            return [m for m in self.scene.heard if isinstance(m, messages.WorkerExited) and m.worker == worker]
 
         await self.scene.until(lambda: bool(found()), f"the end of {worker}")
         return found()[0]
 
-    async def case(self, case: str) -> tuple[messages.Exited, str, str]:
+    async def case(self, case: str) -> tuple[messages.WorkerExited, str, str]:
         """Run a case to its end. Return its end, and what it printed on stdout and stderr."""
         for log in ("h-0.out", "h-0.err"):
             (self.scene.directory / "logs" / log).unlink(missing_ok=True)

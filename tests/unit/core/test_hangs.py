@@ -8,7 +8,7 @@ from elasticstate.core.step import Membership, step
 from elasticstate.core.types import Collective, CollectivesReport
 from tests.kit.core import RUNNING, drive, kinds, only
 
-HANG = t.FailureReported(t.WorkerId("a", 0, 1), 1, True, "no tick for --hang-timeout of 3 s", hang=True)
+HANG = t.FromWorker(t.WorkerId("a", 0, 1), t.GenerationFailure(1, True, "no tick for --hang-timeout of 3 s", hang=True))
 
 
 def report(*last: tuple[str, int], first: int = 1, stack: str = "", generation: int = 1) -> CollectivesReport:
@@ -63,7 +63,7 @@ def hung() -> tuple[Membership, list[t.Effect]]:
 
 
 def reported(m: Membership, rank: int, report: CollectivesReport) -> tuple[Membership, list[t.Effect]]:
-    m, effects, _ = step(m, t.CollectivesReported(t.WorkerId("a", rank, 1), report), 10.1)
+    m, effects, _ = step(m, t.FromWorker(t.WorkerId("a", rank, 1), report), 10.1)
     return m, list(effects)
 
 

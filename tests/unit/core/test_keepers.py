@@ -74,7 +74,7 @@ def test_without_the_option_every_member_keeps_commits() -> None:
 def test_a_follower_never_counts_as_a_holder_of_the_state() -> None:
     newest = world([("a", 0, NEW, False), ("a", 1, NEW, False)], 0)
     m = replace(new_membership(policy_of(np=1, min_np=1, one_copy_per_host=True)), world=newest)
-    ready = t.WorkerReady(t.WorkerId("a", 1, 1), newest.generation, NEW, None, "s:1")
+    worker, ready = t.WorkerId("a", 1, 1), t.Ready(newest.generation, NEW, None, "s:1")
     of_world = {"joined": newest.generation, "ready": ready, "commit": NEW}
-    assert has_job_state(m, Worker(ready.worker, 0.0, **of_world))
-    assert not has_job_state(m, Worker(ready.worker, 0.0, **of_world, keeps=False))
+    assert has_job_state(m, Worker(worker, 0.0, **of_world))
+    assert not has_job_state(m, Worker(worker, 0.0, **of_world, keeps=False))

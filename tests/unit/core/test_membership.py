@@ -480,13 +480,13 @@ def test_a_newcomer_is_near_if_the_root_has_the_same_names_on_the_same_host(
     ids = [t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1), t.WorkerId(host, 2 if host == "a" else 0, 1)]
     commit = t.CommitId(1, 4)
     for worker in ids[:2]:
-        m, effects, _ = step(m, t.WorkerReady(worker, 0, None, None, "h:1", names=7), 1.0)
+        m, effects, _ = step(m, t.FromWorker(worker, t.Ready(0, None, None, "h:1", names=7)), 1.0)
     first = published(list(effects))
     assert (first.lacking, first.near) == ((1,), ()), "no member holds a commit that another one could read"
-    m, _, _ = step(m, t.FirstTick(ids[0], 1), 1.1)
-    m, _, _ = step(m, t.WorkerReady(ids[2], 0, None, None, "h:1", names=names), 20.0)
-    m, _, _ = step(m, t.Several(tuple(t.HoldAnswered(worker, 1, 3, False, 1) for worker in ids[:2])), 20.1)
+    m, _, _ = step(m, t.FromWorker(ids[0], t.First(1)), 1.1)
+    m, _, _ = step(m, t.FromWorker(ids[2], t.Ready(0, None, None, "h:1", names=names)), 20.0)
+    m, _, _ = step(m, t.Several(tuple(t.FromWorker(worker, t.HoldAnswer(1, 3, False, 1)) for worker in ids[:2])), 20.1)
     for worker in ids[:2]:
-        m, effects, _ = step(m, t.WorkerReady(worker, 1, commit, None, "h:1", 4, names=7), 20.2)
+        m, effects, _ = step(m, t.FromWorker(worker, t.Ready(1, commit, None, "h:1", 4, names=7)), 20.2)
     world = published(list(effects))
     assert (world.root, world.lacking, world.near) == (0, (2,), near)

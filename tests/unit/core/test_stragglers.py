@@ -98,7 +98,10 @@ def test_ranks_with_other_strides_are_compared_at_their_common_ticks() -> None:
 def reported(m: Membership, now: float, begin: int, end: int, *own_ms: int) -> tuple[Membership, list[t.Effect]]:
     """Let all three members report equal ticks from ``begin`` to ``end``, with these own times."""
     paces = [tuple((n, n * ms * 1000) for n in range(begin, end)) for ms in own_ms]
-    beats = [t.Heartbeat(t.WorkerId("a", rank, 1), "train", 1, end, None, pace=pace) for rank, pace in enumerate(paces)]
+    beats = [
+        t.FromWorker(t.WorkerId("a", rank, 1), t.Stamp(t.Place.TRAIN, 1, end, None, pace=pace))
+        for rank, pace in enumerate(paces)
+    ]
     m, effects, _ = step(m, t.Several(tuple(beats)), now)
     return m, list(effects)
 
@@ -118,7 +121,7 @@ def test_a_straggler_is_named_once_in_a_world_and_the_status_shows_it() -> None:
 
 def test_points_of_another_generation_do_not_count() -> None:
     m, _ = drive(RUNNING)
-    beat = t.Heartbeat(t.WorkerId("a", 0, 1), "train", 2, 9, None, pace=((5, 1),))
+    beat = t.FromWorker(t.WorkerId("a", 0, 1), t.Stamp(t.Place.TRAIN, 2, 9, None, pace=((5, 1),)))
     after, effects, _ = step(m, beat, 3.0)
     assert not effects
     assert after.workers[beat.worker].pace == ()

@@ -10,7 +10,7 @@ from elasticstate.core import types as t
 from elasticstate.driver.job import EventQueue
 
 SOON_S = 30.0
-READY = t.WorkerReady(t.WorkerId("a", 0, 1), 1, None, None, "a:1", paused_s=1.0)
+READY = t.FromWorker(t.WorkerId("a", 0, 1), t.Ready(1, None, None, "a:1", paused_s=1.0))
 URGENT, LATER = t.HostDraining("a", "urgent"), t.HostDraining("b", "later")
 
 
@@ -67,7 +67,11 @@ def test_the_pause_of_a_ready_worker_goes_on_while_the_event_waits() -> None:
             queue.post(READY)
             queue.post(READY)
             waited = queue.take()
-        assert [event.paused_s for event in waited if isinstance(event, t.WorkerReady)] == [6.0, 3.0]
+        assert [
+            event.body.paused_s
+            for event in waited
+            if isinstance(event, t.FromWorker) and isinstance(event.body, t.Ready)
+        ] == [6.0, 3.0]
         assert waited[0] == URGENT
         queue.post(URGENT)
         assert queue.take() == [URGENT]

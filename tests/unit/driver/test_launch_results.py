@@ -34,7 +34,7 @@ def finished() -> Membership:
     m = new_membership(policy_of(np=3, min_np=3, max_np=3))
     hosts = (HostSlots("b", 2), HostSlots("a", 1))
     events = [HostsDiscovered(hosts), AgentJoined("a", (), (), ()), AgentJoined("b", (), (), ())]
-    for event in (*events, *(WorkerExited(w, 0, None, "") for w in [*map(worker, "ab"), WorkerId("b", 1, 1)])):
+    for event in (*events, *(WorkerExited(w, 1, 0, None, "") for w in [*map(worker, "ab"), WorkerId("b", 1, 1)])):
         m, _, _ = step(m, event, 0.0)
     return m
 

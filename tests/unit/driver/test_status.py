@@ -18,8 +18,8 @@ def after(*events: t.Event) -> Membership:
     return m
 
 
-def ready(worker: t.WorkerId) -> t.WorkerReady:
-    return t.WorkerReady(worker, 0, None, None, "127.0.0.1:1")
+def ready(worker: t.WorkerId) -> t.FromWorker:
+    return t.FromWorker(worker, t.Ready(0, None, None, "127.0.0.1:1"))
 
 
 def status(job: str, m: Membership, reason: str, now: float) -> list[str]:
@@ -38,8 +38,12 @@ def test_it_lists_missing_workers_with_times() -> None:
 
 
 def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
-    m = after(t.Several((ready(A), ready(B))), t.Heartbeat(A, "train", 1, 7, None), t.WorkerExited(B, None, 9))
-    m = step(m, t.WorkerReady(A, 1, None, None, "127.0.0.1:1"), 10.5).next
+    m = after(
+        t.Several((ready(A), ready(B))),
+        t.FromWorker(A, t.Stamp(t.Place.TRAIN, 1, 7, None)),
+        t.WorkerExited(B, 1, None, 9),
+    )
+    m = step(m, t.FromWorker(A, t.Ready(1, None, None, "127.0.0.1:1")), 10.5).next
     assert status("j", m, "world 2: 1 worker", 10.6) == [
         "job j: RUNNING(2) for 0.1 s; world 2: 1 worker",
         "since the start of the job 0.6 s ago: 2 generations, 1 failure, downtime unknown (no ticks), 0 commits lost, "
@@ -53,7 +57,7 @@ def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
 
 
 def test_it_shows_for_how_long_no_tick_was_completed() -> None:
-    still = t.Several(tuple(t.Heartbeat(w, "train", 1, 0, None, still_s=61.0) for w in (A, B)))
+    still = t.Several(tuple(t.FromWorker(w, t.Stamp(t.Place.TRAIN, 1, 0, None, still_s=61.0)) for w in (A, B)))
     m = step(after(t.Several((ready(A), ready(B)))), still, 75.0).next
     found = status("j", m, "training", 80.0)
     assert found[0].startswith("job j: RUNNING(1) for ")

@@ -38,7 +38,9 @@ def test_a_page_and_a_scrape_cost_no_more_than_ten_times_the_heartbeats_of_a_sec
     costs: dict[str, list[float]] = {"heartbeats": [], "page": [], "scrape": []}
 
     def heartbeats(tick: int) -> t.Several:
-        return t.Several(tuple(t.Heartbeat(w, "train", 1, tick, t.CommitId(1, tick)) for w in m.workers))
+        return t.Several(
+            tuple(t.FromWorker(w, t.Stamp(t.Place.TRAIN, 1, tick, t.CommitId(1, tick))) for w in m.workers)
+        )
 
     async def watch() -> None:
         nonlocal now

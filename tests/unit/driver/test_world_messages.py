@@ -1,4 +1,4 @@
-"""WorldMessages of a sharded job: the line with its sources and the addresses of the copy servers."""
+"""WorldViews of a sharded job: the line with its sources and the addresses of the copy servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOST = "node-0123.cluster.example.org"
 LINE = t.CommitId(100, 123_456)
 
 
-def message_with(sources: tuple[t.ShardSource, ...]) -> messages.WorldMessage:
+def message_with(sources: tuple[t.ShardSource, ...]) -> messages.WorldView:
     placement = t.Placement(t.WorkerId(HOST, 0, 1), 0, 0, 1, True, 0, 1)
     world = t.World(101, (placement,), 0, (), f"{HOST}:5000", line=LINE, sources=sources)
     options = Options(command=("train",), np=1, min_np=1, max_np=1)

@@ -52,7 +52,7 @@ def play(directory: Path, scenario: Callable[[MpiDriver, Sent], None]) -> None:
 
 def test_messages_of_a_returning_host_wait_for_the_end_of_its_dead_workers(tmp_path: Path) -> None:
     ready = messages.FromWorker(LIVING, messages.Gate(1))
-    end = messages.Exited(DEAD, 7, None, 9, "")
+    end = messages.WorkerExited(DEAD, 7, None, 9, "")
 
     def scenario(backend: MpiDriver, sent: Sent) -> None:
         backend.host_lost("b")

@@ -111,9 +111,9 @@ def test_a_large_message_goes_through_whole() -> None:
     async def scenario(driver: Driver, port: int) -> None:
         agent = await agent_at(port)
         text = "x" * (messages.MAX_MESSAGE_BYTES - 100)
-        agent.send(messages.Unresponsive(WorkerId("h", 0, 1), text))
+        agent.send(messages.WorkerUnresponsive(WorkerId("h", 0, 1), text))
         await driver.until(lambda: bool(driver.received))
-        assert driver.received == [messages.Unresponsive(WorkerId("h", 0, 1), text)]
+        assert driver.received == [messages.WorkerUnresponsive(WorkerId("h", 0, 1), text)]
         await agent.close()
 
     with_driver(scenario)
@@ -168,7 +168,7 @@ def test_an_agent_learns_that_the_driver_is_gone() -> None:
         await driver.server.stop()
         with pytest.raises(ConnectionError):
             await agent.receive()
-        agent.send(messages.HostPreemptionNotice("SIGTERM"))
+        agent.send(messages.HostDraining("h", "SIGTERM"))
         await agent.close()  # must not block forever
         assert len(driver.lost) == 1
 
@@ -262,7 +262,7 @@ def test_another_protocol_is_refused_with_what_to_do() -> None:
 
 def test_the_first_message_must_be_a_hello() -> None:
     async def scenario(driver: Driver, port: int) -> None:
-        agent = await agent_at(port, first=messages.HostPreemptionNotice("SIGTERM"))
+        agent = await agent_at(port, first=messages.HostDraining("h", "SIGTERM"))
         with pytest.raises(ConnectionError):
             await agent.receive()
         await agent.close()
@@ -290,7 +290,7 @@ def test_a_message_beyond_the_limit_ends_the_stream_before_it_is_read() -> None:
     async def scenario(driver: Driver, port: int) -> None:
         agent = await agent_at(port)
         await driver.until(lambda: len(driver.streams) == 1)
-        agent.send(messages.Unresponsive(WorkerId("h", 0, 1), "x" * messages.MAX_MESSAGE_BYTES))
+        agent.send(messages.WorkerUnresponsive(WorkerId("h", 0, 1), "x" * messages.MAX_MESSAGE_BYTES))
         await driver.until(lambda: len(driver.lost) == 1)
         assert driver.received == []
         assert "the limit is" in driver.lost[0]

@@ -17,7 +17,7 @@ from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
 
 W = WorkerId("h", 0, 1)
 HELLO = messages.Hello(W, os.getpid(), messages.PROTOCOL_VERSION)
-COMMITTED = messages.CommitSealed(W, CommitId(3, 16))
+COMMITTED = messages.CommitSealed(CommitId(3, 16))
 
 
 class Agent:

@@ -12,7 +12,7 @@ from elasticstate.net import codec, messages
 from elasticstate.net.messages import as_runs, from_runs
 
 W = WorkerId("h", 0, 1)
-WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0, False)
+WORLD = messages.WorldView("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0, False)
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 2, CommitId(1, 2))
 SAID = [
     (codec.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from elasticstate import present_world
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import Placement
-from elasticstate.present_world import WorldView
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.loop import store_address
 
@@ -20,7 +20,7 @@ def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_t
     server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     place = Placement(WorkerId("c", 0, 1), 0, 0, 1, True, 0, 1)
     context = GlooContext()
-    context.watch_store(store_address(WorldView(1, place, 2, 0, (), "192.0.2.1", server.port)))
+    context.watch_store(store_address(present_world.fixed(place, 2, f"192.0.2.1:{server.port}")))
     waiting = threading.Event()
     failure: list[BaseException] = []
 
@@ -47,4 +47,4 @@ def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_t
 
 def test_the_others_find_it_at_the_address_of_rank_0() -> None:
     place = Placement(WorkerId("b", 0, 1), 1, 0, 1, True, 0, 1)
-    assert store_address(WorldView(1, place, 2, 0, (), "192.0.2.1", 7)) == ("192.0.2.1", 7)
+    assert store_address(present_world.fixed(place, 2, "192.0.2.1:7")) == ("192.0.2.1", 7)

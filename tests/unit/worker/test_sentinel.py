@@ -29,8 +29,8 @@ PLACE = Placement(ME, 0, 0, 1, True, 0, 1)
 LONG_S = 20.0
 
 
-def world(generation: int) -> messages.WorldMessage:
-    return messages.WorldMessage("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0, False)
+def world(generation: int) -> messages.WorldView:
+    return messages.WorldView("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0, False)
 
 
 class Worker:
@@ -421,7 +421,7 @@ def test_only_the_first_commit_of_a_generation_is_told(worker: Worker) -> None:
     said = []
     while not isinstance(message := worker.said(), messages.HoldAnswer):
         said.append(message)
-    assert said[1:] == [messages.CommitSealed(ME, CommitId(3, 4)), messages.CommitSealed(ME, CommitId(4, 1))]
+    assert said[1:] == [messages.CommitSealed(CommitId(3, 4)), messages.CommitSealed(CommitId(4, 1))]
 
 
 def test_an_answer_is_waited_for(worker: Worker) -> None:

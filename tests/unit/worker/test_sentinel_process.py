@@ -31,7 +31,7 @@ gc.disable()  # imports make no garbage
 import ctypes, os, signal, socket, sys, threading, time
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.worker.sentinel import Sentinel
 gc.enable()
 
@@ -44,7 +44,7 @@ def say(text):
 
 def enter():
     place = Placement(WorkerId("h", 0, 1), 0, 0, 1, True, 0, 1)
-    world = messages.WorldMessage("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0, False)
+    world = messages.WorldView("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0, False)
     sentinel.enter(world, Context)
     sentinel.begin_training()
 
