@@ -1,4 +1,4 @@
-"""The driver of a job: sets up its parts, runs the main loop, and cleans up."""
+"""The driver of a job: sets up its parts, passes events to the core, carries out its effects, and cleans up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 import signal
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,16 +14,16 @@ from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
+from elasticstate.core.state import Running
 from elasticstate.core.step import next_deadline
 from elasticstate.core.types import listed
 from elasticstate.discovery import Hosts, HostSource, host_source
 from elasticstate.driver import spec
-from elasticstate.driver.agents import AgentMessages, Agents
+from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.durable import DurableCopies
-from elasticstate.driver.effects import Effects
 from elasticstate.driver.job import EventQueue, JobState, Journal
 from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.output import (
@@ -39,6 +38,8 @@ from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report
 from elasticstate.driver.status import overview_of, status_text
 from elasticstate.errors import DiscoveryError, OptionError
+from elasticstate.net import messages
+from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_this_machine
 from elasticstate.net.strangers import Strangers
 from elasticstate.options import Options
@@ -46,44 +47,268 @@ from elasticstate.processes import allow_many_descriptors
 from elasticstate.screen.screen import Screen
 from elasticstate.threads import in_thread
 
-# ------------------------------------------------------------------------------------------------------------ main loop
-# MainLoop: the asyncio shell around the core.
-#
-# Each thing that happens becomes an event in one queue. All queued events are passed to the core in one step, and its
-# effects are carried out in their order. Only this loop changes the core's state; all other code only posts events.
+# --------------------------------------------------------------------------------------------------------- stop signals
+# StopSignals: signals that end a job.
 
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class MainLoop:
-    """Loop that passes events to the core and carries out the core's effects, until the job has an outcome."""
+class StopSignals:
+    """Handler of SIGINT, SIGTERM and SIGHUP. The first signal stops the workers, the second one kills them.
 
-    def __init__(
-        self,
-        options: Options,
-        source: HostSource,
-        agents: Agents,
-        keeper: Keeper,
-        state: JobState,
-        queue: EventQueue,
-        effects: Effects,
-        journal: Journal,
-        report: Report,
-    ) -> None:
-        self._options = options
-        self._source = source
-        self._agents = agents
-        self._keeper = keeper
+    A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
+    """
+
+    def __init__(self, state: JobState, queue: EventQueue, report: Report) -> None:
         self._state = state
         self._queue = queue
-        self._effects = effects
-        self._journal = journal
         self._report = report
-        self._loop = asyncio.get_running_loop()
+        self.second = asyncio.Event()  # set by the second signal
 
-    async def run(self, reattachment: Reattachment | None) -> None:
-        """Run until the job has an outcome. ``reattachment``: the job of an earlier driver is continued."""
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
+                loop.add_signal_handler(number, self._received, number)
+
+    def _received(self, number: signal.Signals) -> None:
+        if self._state.stopped is None and self._state.outcome is None:
+            self.stop(number, number.name)
+            return
+        self.second.set()
+        if self._state.outcome is None:
+            self._state.outcome = self._state.stopped
+            self._queue.wake()
+
+    def stop(self, number: signal.Signals, by: str) -> None:
+        """Stop the job as this signal does. ``by``: what asks for it."""
+        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
+        self._state.stopped = Outcome(128 + number, f"was stopped by {by}")
+        self._queue.post(t.StopRequested(by))
+
+
+# --------------------------------------------------------------------------------------------------------------- driver
+
+
+class Driver:
+    """The driver of one job. ``await Driver(options).run()`` returns the exit status.
+
+    Raises OptionError for unusable options.
+    """
+
+    def __init__(self, options: Options, must_reattach: bool = False, screen: Screen | None = None) -> None:
+        """``must_reattach``: raise OptionError if there is no dead driver; False: start a new job in that case.
+
+        ``screen``: for a live line.
+        """
+        if reason := commit_directory.refuse(options.commit_dir):
+            raise OptionError(
+                f"--commit-dir: {options.commit_dir!r}: cannot hold commits: {reason}. Choose another directory."
+            )
+        self._options = options
+        self._must_reattach = must_reattach
+        self._job = options.job_name or f"job-{secrets.token_hex(3)}"
+        self._loop = asyncio.get_running_loop()
+        self._state = JobState(options.policy(), self._loop.time())
+        self._report = Report(self._job, options.events_file, options.verbose)
+        self._journal = Journal(self._report, self._state)
+        self._outputs = OutputTroubles(self._report, self._journal.event)
+        self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
+        self._queue = EventQueue()
+        self._live_line = LiveLine(screen, self._state)
+        self._signals = StopSignals(self._state, self._queue, self._report)
+        # made by _begin, when the driver holds the lock on the name of its job
+        self._directory: JobDirectory
+        self._source: HostSource
+        self._keeper: Keeper
+        self._agents: Agents
+        self._backend: DriverBackend
+        self._reattachment: Reattachment | None  # None: the job is new
+        self._launch_results: LaunchResults | None  # only for launch()
+        self._tails: Tails
+        self._dashboard: Dashboard | None
+        self._durable: DurableCopies
+
+    async def run(self) -> int:
+        allow_many_descriptors()
+        metrics = metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
+        async with self._outputs.watched(self._options.stop_timeout_s):
+            with captured(self._report.terminal, self._journal.warn):
+                async with metrics:
+                    return await self._run()
+
+    async def _run(self) -> int:
+        if self._options.dashboard is not None:
+            await in_thread(require_library)
+        directory = await in_thread(lock_job, self._job)
+        try:
+            self._begin(directory)
+        except BaseException:
+            directory.give_back()
+            raise
+        async with self._dashboard_served():
+            return await self._run_parts()
+
+    async def _run_parts(self) -> int:
+        self._signals.listen()
+        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
+        if self._reattachment is None:
+            self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
+        try:
+            # the agents of an earlier driver write to the terminal where that driver was started
+            async with self._live_line.shown(has_other_writers=self._reattachment is not None):
+                saving = asyncio.ensure_future(self._durable.run())
+                try:
+                    await self._main_loop()
+                finally:
+                    saving.cancel()
+        except Exception:
+            if self._keeper.record.agents:
+                self._report.log(
+                    "the driver has failed, and the workers continue without it. Start a new driver with elasticrun "
+                    f"--reattach {self._job}."
+                )
+            else:
+                await self._clean_up()
+            raise
+        outcome = self._state.outcome
+        assert outcome is not None
+        if self._launch_results is not None:
+            timeout_s = self._options.heartbeat_timeout_s
+            outcome = await self._launch_results.fetched(outcome, self._state.membership, timeout_s)
+        await self._durable.finish(self._signals.second)
+        await self._clean_up()
+        await self._report_outcome(outcome)
+        return outcome.status
+
+    def _begin(self, directory: JobDirectory) -> None:
+        """Make the parts, and listen for agents, including those of the previous driver. Raises OptionError."""
+        options, last = self._options, directory.found
+        self._directory, self._source = directory, host_source(options)
+        if last is None and self._must_reattach:
+            raise OptionError(
+                f"--reattach: {self._job!r}: no earlier driver has left a record of this job. Name a job whose driver "
+                "is dead."
+            )
+        record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
+        directory.write_id(record.job_id)
+        agents = self._agents = Agents(
+            spec.job_spec(self._job, record.job_id, record.epoch, options),
+            record.token,
+            directory.path,
+            self._agent_event,
+            self._received,
+            self._status,
+            self._journal.warn,
+            self._report.log,
+            self._strangers,
+        )
+        self._backend = driver_part(options.backend)(
+            DriverServices(
+                options=options,
+                directory=directory.path,
+                token=record.token,
+                is_new_job=last is None,
+                has_other_hosts=lambda: agents.is_open,
+                workers=lambda: self._state.membership.workers,
+                send=agents.send,
+                warn=self._journal.warn,
+            )
+        )
+        self._launch_results = (
+            LaunchResults(options.call_directory, agents.send) if options.call_directory is not None else None
+        )
+        agents.listen(record.ports)
+        dashboard = self._dashboard = (
+            Dashboard(options.dashboard, record.dashboard_port, directory, self._report) if options.dashboard else None
+        )
+        port = dashboard.port if dashboard is not None else 0
+        record = msgspec.structs.replace(record, ports=agents.ports, dashboard_port=port)
+        self._keeper = Keeper(directory, record, self._journal.warn)
+        self._keeper.watch()
+        self._reattachment = Reattachment(record, directory.seen_at) if last is not None else None
+        self._tails = Tails(agents.send)
+        self._durable = DurableCopies(options, self._state, self._journal, agents.send)
+
+    def _dashboard_served(self) -> AbstractAsyncContextManager[None]:
+        if self._dashboard is None:
+            return nullcontext()
+        from elasticstate.driver.dashboard.server import Controls
+
+        ahead_s = time.time() - self._loop.time()
+        history, state = self._dashboard.history, self._state
+        controls = Controls(
+            view=lambda: view_of(self._job, state, history, self._loop.time(), ahead_s),
+            worker_in=self._worker_in,
+            tails=self._tails,
+            drain=self._drain,
+            end=self._end,
+        )
+        requires_token = self._options.dashboard_require_token
+        return self._dashboard.served(controls, self._keeper.record.token, requires_token, self._strangers)
+
+    def _worker_in(self, slot_id: t.SlotId) -> t.WorkerId | None:
+        slot = self._state.membership.slots.get(slot_id)
+        return slot.worker if slot is not None else None
+
+    def _drain(self, host: str) -> str:
+        """Drain a host for the dashboard. Return why not, or ""."""
+        found = self._state.membership.hosts.get(host)
+        if self._state.outcome is not None:
+            return "The job is ending already."
+        if found is None or found.agent != "joined":
+            return f"Host {host!r} has no agent now."
+        if found.draining:
+            return f"Host {host!r} drains already."
+        self._queue.post(t.HostDraining(host, "the dashboard"))
+        return ""
+
+    def _end(self) -> str:
+        """End the job for the dashboard. Return why not, or ""."""
+        if self._state.stopped is not None or self._state.outcome is not None:
+            return "The job is ending already."
+        self._signals.stop(signal.SIGTERM, "the dashboard")
+        return ""
+
+    async def _clean_up(self) -> None:
+        """End all processes of the job, and remove all its files."""
+        await self._keeper.job_is_over()  # first: a driver killed now must not leave a record of removed commits
+        await self._agents.stop(self._state.reason, self._signals.second)
+        await self._backend.stop()
+        await in_thread(commit_directory.remove_job, self._options.commit_dir, self._keeper.record.job_id)
+        await in_thread(self._directory.remove)
+
+    async def _report_outcome(self, outcome: Outcome) -> None:
+        now, membership = self._loop.time(), self._state.membership
+        self._journal.event("generation_finished", **membership.ledger.account.until(now).fields())
+        figures, epoch = figures_of(membership, now), self._keeper.record.epoch
+        self._report.summary(figures, outcome, epoch, self._state.durable.unsaved)
+        if outcome.root_cause is not None:
+            self._report.root_cause(outcome.root_cause)
+        if self._launch_results is not None:
+            await in_thread(self._launch_results.write, outcome, self._report.failures)
+
+    def _status(self, as_json: bool) -> str:
+        state, now = self._state, self._loop.time()
+        m, reason, copies = state.membership, state.reason, state.copies
+        overview, figures = overview_of(self._job, m, reason, now, state.durable, copies)
+        if as_json:
+            return msgspec.json.encode(overview).decode() + "\n"
+        durable = state.durable.lines(now) if self._options.durable_dir is not None else ()
+        return status_text(self._job, m, figures, reason, now, self._outputs.lines(), durable, copies)
+
+    # ------------------------------------------------------------------------------------------------------ main loop
+
+    async def _main_loop(self) -> None:
+        """Pass events to the core and carry out its effects, until the job has an outcome.
+
+        Each thing that happens becomes an event in one queue. All queued events are passed to the core in one step, and
+        its effects are carried out in their order. Only this loop changes the core's state; all other code only posts
+        events.
+        """
+        reattachment = self._reattachment
         discovery = Discovery(self._source, self._agents.refuse, self._journal.warn)
         if reattachment is not None:
             discovery.start_from(() if self._options.listen else reattachment.record.hosts)
@@ -142,7 +367,7 @@ class MainLoop:
         ):  # write first: the record must not be older than what the agents receive
             await self._keeper.keep(m, self._agents.ports, self._state.stepped_at)
         for effect in effects:
-            self._effects.carry_out(effect)
+            self._carry_out(effect)
         self._report.reason(self._state.reason)
 
     async def _reattach(self, reattachment: Reattachment) -> None:
@@ -161,7 +386,7 @@ class MainLoop:
         self._journal.event("driver_restarted", epoch=record.epoch, back=reattachment.back(), lost=lost)
         reattachment.is_over = True
         for effect in effects:
-            self._effects.carry_out(effect)
+            self._carry_out(effect)
         self._queue.wake()
 
     async def _wait_for_agents(self, reattachment: Reattachment) -> None:
@@ -179,265 +404,163 @@ class MainLoop:
                 for host in reattachment.awaited(lost_hosts(self._queue.events)):
                     self._agents.give_up(host, f"did not reconnect within {limit_s:g} s")
 
+    # --------------------------------------------------------------------------------------------- messages of agents
 
-# --------------------------------------------------------------------------------------------------------- stop signals
-# StopSignals: signals that end a job.
+    def _agent_event(self, event: t.Event) -> None:
+        """Handle an event of the agents' connections and processes."""
+        if isinstance(event, t.AgentLost):
+            self._backend.host_lost(event.host)
+            self._outputs.forget(event.host)
+            self._durable.host_lost(event.host)
+            self._state.copies.host_lost(event.host)
+        self._queue.post(event)
 
+    def _received(self, host: str, message: messages.FromAgent) -> None:
+        """Handle a message of the agent of a host, now or when the backend says so."""
+        for due in self._backend.due_messages(host, message, self._state.membership.world):
+            self._handle(host, due)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    def _handle(self, host: str, message: messages.FromAgent) -> None:
+        match message:
+            case messages.BesidesCore(worker, body):
+                self._besides_core(worker, body)
+            case messages.Stamps(stamps, number, copies):
+                self._state.copies.update(host, copies, asyncio.get_running_loop().time())
+                if number:
+                    self._agents.send(host, messages.Acknowledgement(number))
+                if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive
+                    heartbeats = [t.FromWorker(worker, stamp) for worker, stamp in stamps]
+                    self._queue.post_later(heartbeats, len(self._state.membership.workers))
+            case messages.HostReport():
+                self._host_joined(host, message)
+            case messages.Started(worker, pid):
+                self._journal.worker_lives(worker, pid)
+            case messages.WorkerExited():
+                self._worker_exited(host, message)
+            case messages.NextStore(address):
+                self._state.stores[host] = address
+            case messages.AgentWarning(text):
+                self._journal.agent_warning(host, text)
+            case messages.OutputTrouble():
+                self._outputs.update(host, message)
+            case messages.OutputTail():
+                self._tails.received(message)
+            case messages.DurableSaved():
+                if self._durable.saved(host, message):
+                    self._queue.post(t.DurableCopySaved(message.commit))
+            case messages.DurableFailed():
+                self._durable.failed(host, message)
+            case messages.Fetched():
+                if self._launch_results is not None:
+                    self._launch_results.received(host, message)
+            case _:
+                self._queue.post(message)
 
+    def _host_joined(self, host: str, report: messages.HostReport) -> None:
+        """Post the events of an agent that was started, or that has reconnected with its workers."""
+        self._outputs.forget(host)
+        self._journal.agent_joined(host, self._agents.pid_of(host))
+        self._state.stores[host] = report.store
+        self._state.copy_servers[host] = report.copies_address
+        if self._reattachment is not None:
+            self._reattachment.joined(host, report)
+        for exited in report.exits:  # exits first: another worker may live in that slot
+            self._worker_exited(host, exited)
+        returned = tuple((worker.worker, worker.generation) for worker in report.workers)
+        found = (report.commits, returned, report.incarnations, report.previous, report.kept)
+        self._queue.post(t.AgentJoined(host, *found))
+        for worker_id, attached in report.attached:
+            self._queue.post(t.FromWorker(worker_id, attached))
+        if report.store_joined:
+            self._queue.post(t.PlainStoreJoined(report.store_joined))
+        for worker in report.workers:
+            self._journal.worker_lives(worker.worker, worker.pid)
+            for report_of_worker in (worker.stamp, *worker.lasting):
+                self._queue.post(t.FromWorker(worker.worker, report_of_worker))
 
-class StopSignals:
-    """Handler of SIGINT, SIGTERM and SIGHUP. The first signal stops the workers, the second one kills them.
+    def _worker_exited(self, host: str, exited: messages.WorkerExited) -> None:
+        self._journal.worker_exited(exited)
+        self._backend.worker_ended(host, exited.pid)
+        self._queue.post(exited)
 
-    A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
-    """
+    def _besides_core(self, worker: t.WorkerId, body: messages.Aside) -> None:
+        match body:
+            case messages.CommitSize(size, _):
+                self._state.record_commit_size(size)
+            case messages.Synced(generation, size, seconds):
+                self._journal.event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
+            case messages.BackendRequest(data):
+                self._backend.request(data)
 
-    def __init__(self, state: JobState, queue: EventQueue, report: Report) -> None:
-        self._state = state
-        self._queue = queue
-        self._report = report
-        self.second = asyncio.Event()  # set by the second signal
+    # -------------------------------------------------------------------------------------------- effects of the core
 
-    def listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
-                loop.add_signal_handler(number, self._received, number)
+    def _carry_out(self, effect: t.Effect) -> None:
+        agents = self._agents
+        match effect:
+            case t.Note(name, fields):
+                self._journal.core_event(name, dict(fields))
+            case t.StartAgent(host):
+                agents.start(host)
+            case t.StopAgent(host, reason):
+                agents.stop_host(host, reason)
+            case t.StartWorker(worker):
+                agents.send(worker.host, self._complete(effect))
+            case t.StopWorker(worker):
+                self._report.expect_end(worker)
+                agents.send(worker.host, effect)
+            case t.Leave(worker):
+                self._report.expect_end(worker)
+                agents.send(worker.host, ToWorkers((worker,), effect))
+            case t.Terminate():
+                for worker in self._state.membership.workers:
+                    self._report.expect_end(worker)
+                agents.broadcast(effect)
+            case t.Hold() | t.Release() | t.End() | t.OpenGate() | t.AskWhere():
+                agents.broadcast(effect)
+            case t.WatchCalls() | t.StopReplication():
+                agents.send_to_all(effect)
+            case t.ConfirmOwnError(worker):
+                agents.send(worker.host, ToWorkers((worker,), effect))
+            case t.Sever(worker, generation, cause):
+                agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
+            case t.Replicate(commit, copies):
+                self._replicate(commit, copies)
+            case t.ForgetCopies(host=host):
+                agents.send(host, effect) if host else agents.send_to_all(effect)
+            case t.PublishWorld(world):
+                self._publish(world)
+            case t.EndJob(succeeded, cause):
+                ended = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
+                self._state.outcome = self._state.stopped or ended
 
-    def _received(self, number: signal.Signals) -> None:
-        if self._state.stopped is None and self._state.outcome is None:
-            self.stop(number, number.name)
-            return
-        self.second.set()
-        if self._state.outcome is None:
-            self._state.outcome = self._state.stopped
-            self._queue.wake()
+    def _complete(self, effect: t.StartWorker) -> t.StartWorker:
+        """Return the message with all that the core does not know."""
+        place = effect.place
+        if place is not None:
+            place = msgspec.structs.replace(place, store=self._state.stores.get(place.store_host, ""))
+        m, size = self._state.membership, self._state.size_for_newcomers()
+        is_shared = m.policy.one_copy_per_host  # most workers need no commit storage
+        members = m.world.members if m.world is not None else ()
+        has_keeper = is_shared and any(member.worker.host == effect.worker.host for member in members)
+        fit_bytes = size if isinstance(m.phase, Running) and not has_keeper else 0
+        return msgspec.structs.replace(effect, reserve_bytes=0 if is_shared else size, place=place, fit_bytes=fit_bytes)
 
-    def stop(self, number: signal.Signals, by: str) -> None:
-        """Stop the job as this signal does. ``by``: what asks for it."""
-        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
-        self._state.stopped = Outcome(128 + number, f"was stopped by {by}")
-        self._queue.post(t.StopRequested(by))
-
-
-# --------------------------------------------------------------------------------------------------------------- driver
-
-
-@dataclass(frozen=True, slots=True)
-class _DriverParts:
-    """The parts of a driver that exist while it holds the lock on the name of its job."""
-
-    directory: JobDirectory
-    keeper: Keeper
-    agents: Agents
-    backend: DriverBackend
-    main_loop: MainLoop
-    reattachment: Reattachment | None  # None: the job is new
-    launch_results: LaunchResults | None  # only for launch()
-    tails: Tails
-    dashboard: Dashboard | None
-    durable: DurableCopies
-
-
-class Driver:
-    """The driver of one job. ``await Driver(options).run()`` returns the exit status.
-
-    Raises OptionError for unusable options.
-    """
-
-    def __init__(self, options: Options, must_reattach: bool = False, screen: Screen | None = None) -> None:
-        """``must_reattach``: raise OptionError if there is no dead driver; False: start a new job in that case.
-
-        ``screen``: for a live line.
-        """
-        if reason := commit_directory.refuse(options.commit_dir):
-            raise OptionError(
-                f"--commit-dir: {options.commit_dir!r}: cannot hold commits: {reason}. Choose another directory."
-            )
-        self._options = options
-        self._must_reattach = must_reattach
-        self._job = options.job_name or f"job-{secrets.token_hex(3)}"
-        self._loop = asyncio.get_running_loop()
-        self._state = JobState(options.policy(), self._loop.time())
-        self._report = Report(self._job, options.events_file, options.verbose)
-        self._journal = Journal(self._report, self._state)
-        self._outputs = OutputTroubles(self._report, self._journal.event)
-        self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
-        self._queue = EventQueue()
-        self._live_line = LiveLine(screen, self._state)
-        self._signals = StopSignals(self._state, self._queue, self._report)
-
-    async def run(self) -> int:
-        allow_many_descriptors()
-        metrics = metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
-        async with self._outputs.watched(self._options.stop_timeout_s):
-            with captured(self._report.terminal, self._journal.warn):
-                async with metrics:
-                    return await self._run()
-
-    async def _run(self) -> int:
-        if self._options.dashboard is not None:
-            await in_thread(require_library)
-        directory = await in_thread(lock_job, self._job)
-        try:
-            parts = self._begin(directory)
-        except BaseException:
-            directory.give_back()
-            raise
-        async with self._dashboard_served(parts):
-            return await self._run_parts(parts)
-
-    async def _run_parts(self, parts: _DriverParts) -> int:
-        self._signals.listen()
-        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
-        if parts.reattachment is None:
-            self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
-        try:
-            # the agents of an earlier driver write to the terminal where that driver was started
-            async with self._live_line.shown(has_other_writers=parts.reattachment is not None):
-                saving = asyncio.ensure_future(parts.durable.run())
-                try:
-                    await parts.main_loop.run(parts.reattachment)
-                finally:
-                    saving.cancel()
-        except Exception:
-            if parts.keeper.record.agents:
-                self._report.log(
-                    "the driver has failed, and the workers continue without it. Start a new driver with elasticrun "
-                    f"--reattach {self._job}."
-                )
+    def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
+        """Send each agent the orders for its slots."""
+        servers = self._state.copy_servers
+        targets: dict[str, list[tuple[t.SlotId, str, str]]] = {}
+        for slot_id, host in copies:
+            address = servers.get(host, "")
+            if address or host == slot_id.host:
+                targets.setdefault(slot_id.host, []).append((slot_id, host, address))
             else:
-                await self._clean_up(parts)
-            raise
-        outcome = self._state.outcome
-        assert outcome is not None
-        if parts.launch_results is not None:
-            timeout_s = self._options.heartbeat_timeout_s
-            outcome = await parts.launch_results.fetched(outcome, self._state.membership, timeout_s)
-        await parts.durable.finish(self._signals.second)
-        await self._clean_up(parts)
-        await self._report_outcome(parts, outcome)
-        return outcome.status
+                self._queue.post(t.CopyDropped(host, slot_id, commit, "its agent serves no copies"))
+        for host, its in targets.items():
+            self._agents.send(host, ReplicateOrder(commit, tuple(its)))
 
-    def _begin(self, directory: JobDirectory) -> _DriverParts:
-        """Make the parts, and listen for agents, including those of the previous driver. Raises OptionError."""
-        options, last, source = self._options, directory.found, host_source(self._options)
-        if last is None and self._must_reattach:
-            raise OptionError(
-                f"--reattach: {self._job!r}: no earlier driver has left a record of this job. Name a job whose driver "
-                "is dead."
-            )
-        record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
-        directory.write_id(record.job_id)
-        agent_messages: AgentMessages
-        agents = Agents(
-            spec.job_spec(self._job, record.job_id, record.epoch, options),
-            record.token,
-            directory.path,
-            lambda event: agent_messages.agent_event(event),
-            lambda host, message: agent_messages.received(host, message),
-            self._status,
-            self._journal.warn,
-            self._report.log,
-            self._strangers,
-        )
-        backend = driver_part(options.backend)(
-            DriverServices(
-                options=options,
-                directory=directory.path,
-                token=record.token,
-                is_new_job=last is None,
-                has_other_hosts=lambda: agents.is_open,
-                workers=lambda: self._state.membership.workers,
-                send=agents.send,
-                warn=self._journal.warn,
-            )
-        )
-        results = LaunchResults(options.call_directory, agents.send) if options.call_directory is not None else None
-        agents.listen(record.ports)
-        dashboard = (
-            Dashboard(options.dashboard, record.dashboard_port, directory, self._report) if options.dashboard else None
-        )
-        port = dashboard.port if dashboard is not None else 0
-        record = msgspec.structs.replace(record, ports=agents.ports, dashboard_port=port)
-        keeper = Keeper(directory, record, self._journal.warn)
-        keeper.watch()
-        reattachment = Reattachment(record, directory.seen_at) if last is not None else None
-        state, queue, journal, report = self._state, self._queue, self._journal, self._report
-        tails, durable = Tails(agents.send), DurableCopies(options, state, journal, agents.send)
-        agent_messages = AgentMessages(
-            agents, backend, state, queue, journal, self._outputs, results, reattachment, tails, durable
-        )
-        effects = Effects(self._job, options, agents, backend, state, queue, journal, report)
-        main_loop = MainLoop(options, source, agents, keeper, state, queue, effects, journal, report)
-        return _DriverParts(
-            directory, keeper, agents, backend, main_loop, reattachment, results, tails, dashboard, durable
-        )
-
-    def _dashboard_served(self, parts: _DriverParts) -> AbstractAsyncContextManager[None]:
-        if parts.dashboard is None:
-            return nullcontext()
-        from elasticstate.driver.dashboard.server import Controls
-
-        ahead_s = time.time() - self._loop.time()
-        history, state = parts.dashboard.history, self._state
-        controls = Controls(
-            view=lambda: view_of(self._job, state, history, self._loop.time(), ahead_s),
-            worker_in=self._worker_in,
-            tails=parts.tails,
-            drain=self._drain,
-            end=self._end,
-        )
-        requires_token = self._options.dashboard_require_token
-        return parts.dashboard.served(controls, parts.keeper.record.token, requires_token, self._strangers)
-
-    def _worker_in(self, slot_id: t.SlotId) -> t.WorkerId | None:
-        slot = self._state.membership.slots.get(slot_id)
-        return slot.worker if slot is not None else None
-
-    def _drain(self, host: str) -> str:
-        """Drain a host for the dashboard. Return why not, or ""."""
-        found = self._state.membership.hosts.get(host)
-        if self._state.outcome is not None:
-            return "The job is ending already."
-        if found is None or found.agent != "joined":
-            return f"Host {host!r} has no agent now."
-        if found.draining:
-            return f"Host {host!r} drains already."
-        self._queue.post(t.HostDraining(host, "the dashboard"))
-        return ""
-
-    def _end(self) -> str:
-        """End the job for the dashboard. Return why not, or ""."""
-        if self._state.stopped is not None or self._state.outcome is not None:
-            return "The job is ending already."
-        self._signals.stop(signal.SIGTERM, "the dashboard")
-        return ""
-
-    async def _clean_up(self, parts: _DriverParts) -> None:
-        """End all processes of the job, and remove all its files."""
-        await parts.keeper.job_is_over()  # first: a driver killed now must not leave a record of removed commits
-        await parts.agents.stop(self._state.reason, self._signals.second)
-        await parts.backend.stop()
-        await in_thread(commit_directory.remove_job, self._options.commit_dir, parts.keeper.record.job_id)
-        await in_thread(parts.directory.remove)
-
-    async def _report_outcome(self, parts: _DriverParts, outcome: Outcome) -> None:
-        now, membership = self._loop.time(), self._state.membership
-        self._journal.event("generation_finished", **membership.ledger.account.until(now).fields())
-        figures, epoch = figures_of(membership, now), parts.keeper.record.epoch
-        self._report.summary(figures, outcome, epoch, self._state.durable.unsaved)
-        if outcome.root_cause is not None:
-            self._report.root_cause(outcome.root_cause)
-        if parts.launch_results is not None:
-            await in_thread(parts.launch_results.write, outcome, self._report.failures)
-
-    def _status(self, as_json: bool) -> str:
-        state, now = self._state, self._loop.time()
-        m, reason, copies = state.membership, state.reason, state.copies
-        overview, figures = overview_of(self._job, m, reason, now, state.durable, copies)
-        if as_json:
-            return msgspec.json.encode(overview).decode() + "\n"
-        durable = state.durable.lines(now) if self._options.durable_dir is not None else ()
-        return status_text(self._job, m, figures, reason, now, self._outputs.lines(), durable, copies)
+    def _publish(self, world: t.World) -> None:
+        workers = self._state.membership.workers.values()
+        self._backend.before_world(worker.id for worker in workers if worker.late)
+        spec.spare_garbage_collection(world.size)
+        for host, worlds in spec.world_messages(self._job, world, self._options, self._state.copy_servers):
+            self._agents.send(host, worlds)

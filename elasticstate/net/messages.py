@@ -15,7 +15,8 @@
       | -- End(at tick K) -------> | -- End --------------------> |   all save and raise at tick K
       | <- Ready ----------------- | <- Ready ------------------- |
 
-A worker's message reaches the driver inside :class:`FromWorker`, which names the worker. A message to workers travels
+A worker's report reaches the core inside :class:`FromWorker`, which names the worker, and what an agent reports is an
+event of the core: both are defined in core/types.py, and nothing converts them. A message to workers travels
 inside :class:`ToWorkers`. A message about a generation names it, and has no effect on any other generation.
 """
 
@@ -71,10 +72,6 @@ from elasticstate.core.types import (
     WorkerUsesRun as WorkerUsesRun,
 )
 from elasticstate.options import Options
-
-# ------------------------------------------------------------------------------------------------------ worker messages
-# The messages between worker and agent. messages.py exports these names, too.
-
 
 # ------------------------------------------------------------------------------------------------ worker -> agent
 
