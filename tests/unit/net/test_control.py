@@ -96,10 +96,10 @@ def test_both_directions_are_first_in_first_out() -> None:
             agent.send(message)
         await driver.until(lambda: len(driver.received) == 50)
         assert driver.received == said
-        worker_codec = [messages.StartWorker(WorkerId("h", slot, 1)) for slot in range(50)]
-        for order in worker_codec:
+        orders = [messages.StartWorker(WorkerId("h", slot, 1)) for slot in range(50)]
+        for order in orders:
             driver.streams[0].send(codec.encode(order))
-        assert [await agent.receive() for _ in worker_codec] == worker_codec
+        assert [await agent.receive() for _ in orders] == orders
         await agent.close()
         await driver.until(lambda: len(driver.lost) == 1)
         assert driver.turned_away == []
