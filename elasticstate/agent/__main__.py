@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import msgspec
 
-from elasticstate.agent.join import serve
+from elasticstate.agent.agent import serve
 from elasticstate.net.messages import Launch
 from elasticstate.options import ssh_client
 from elasticstate.processes import allow_many_descriptors, keep_owner_access

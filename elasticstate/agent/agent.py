@@ -10,410 +10,50 @@ The phases of an agent::
 At its end, an agent removes the commits of its host. A refused agent leaves them to the next agent of the host, because
 no other host may have a commit as new. But if the driver had stopped the agent before, the agent removes them.
 
-This module has the phase *attach*, which sets up all parts, and the end. agent.py has the other phases.
+``Agent`` is the agent from its launch to its exit, ``Service`` its phases *serve* and *orphan*.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import secrets
 import signal
-from collections.abc import Awaitable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
-from elasticstate.agent.copies import open_copies
-from elasticstate.agent.deleted_files import watch_files
 from elasticstate.agent.durable_uploads import DurableUploads
-from elasticstate.agent.files import JobPlace, clean_regularly, lock_host
+from elasticstate.agent.files import JobPlace, clean_regularly
+from elasticstate.agent.host_job import HostJob
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.preemption import PreemptionWatch
 from elasticstate.agent.storage import HostStorage, StorageAllocator
-from elasticstate.agent.supervisor import Calls, Supervisor
+from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.supply import Supply
-from elasticstate.agent.template import Template
-from elasticstate.agent.worker import WorkerHandle, environment_of_workers
-from elasticstate.agent.workers import (
-    HostReporter,
-    Workers,
-    WorkerStarter,
-    is_python,
-    reason_against_template,
-    script_directory,
-)
-from elasticstate.backends import AgentBackend, AgentServices, agent_part
+from elasticstate.agent.template import Template, start_template
+from elasticstate.agent.worker import WorkerHandle, sealed_commits
+from elasticstate.agent.workers import Workers
+from elasticstate.backends import AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.copies.pusher import HostCopies, Target, Targets
-from elasticstate.core.ids import SlotId, WorkerId
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
+from elasticstate.machine import slots_of_this_machine
 from elasticstate.net import codec, messages
-from elasticstate.net.agent_status import AgentStatus
+from elasticstate.net.agent_status import AgentStatus, answering
 from elasticstate.net.control import Refused
 from elasticstate.net.link import AgentSocket
-from elasticstate.net.messages import (
-    AgentWarning,
-    CommitDamaged,
-    CopyDropped,
-    CopyKept,
-    JobSpec,
-    Launch,
-    Shutdown,
-)
-from elasticstate.net.names import is_loopback, outward_address
-from elasticstate.net.trust import storage_key
-from elasticstate.options import Options, agent_variable
-from elasticstate.options.kinds import split_address
+from elasticstate.net.messages import Launch
+from elasticstate.net.trust import read_token
 from elasticstate.threads import in_thread
-
-# -------------------------------------------------------------------------------------------------------- running tasks
-# RunningTasks: tasks of an agent that nothing waits for.
-
-
-class RunningTasks:
-    """Owner of running tasks. asyncio itself keeps only weak references to tasks."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[object]] = set()
-
-    def begin(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-# ------------------------------------------------------------------------------------------------------ driver messages
-# DriverMessages: carries out the messages that an agent receives from its driver.
-
-
-class DriverMessages:
-    """Executor of the driver's messages, except JobSpec and Shutdown."""
-
-    def __init__(
-        self,
-        driver: DriverConnection,
-        workers: Workers,
-        socket: AgentSocket,
-        supervisor: Supervisor,
-        reporter: HostReporter,
-        supply: Supply,
-        allocator: StorageAllocator,
-        backend: AgentBackend,
-        stores: PlainStores,
-        copies: HostCopies,
-        outputs: Outputs,
-        tasks: RunningTasks,
-        calls: Calls,
-        durable: DurableUploads,
-    ) -> None:
-        self._driver = driver
-        self._workers = workers
-        self._socket = socket
-        self._supervisor = supervisor
-        self._reporter = reporter
-        self._supply = supply
-        self._allocator = allocator
-        self._backend = backend
-        self._stores = stores
-        self._copies = copies
-        self._outputs = outputs
-        self._tasks = tasks
-        self._calls = calls
-        self._durable = durable
-
-    def carry_out(self, message: messages.ToAgent) -> None:
-        match message:
-            case messages.StartWorker(_, reserve_bytes, place):
-                if place is not None:
-                    self._stores.use(place)
-                self._tasks.begin(self._reserve(self._workers.start(message), reserve_bytes))
-            case messages.StopWorker(worker, _, kill):
-                self._workers.stop(worker, kill)
-            case messages.ToWorkers(workers, body):
-                self._send(workers, body)
-            case messages.WorldsOnHost(worlds):
-                self._stores.close()
-                self._publish(worlds)
-            case messages.BackendOrder(data):
-                self._tasks.begin(self._backend.order(data))
-            case messages.ReplicateOrder(commit, targets):
-                self._allocator.keep_copies(len(targets))
-                self._copies.replicate(commit, _by_slot(targets))
-            case messages.StopReplication():
-                self._copies.stop_replication()
-            case messages.ForgetCopies(before, besides):
-                self._copies.forget(before, besides)
-            case messages.Acknowledgement(number):
-                self._supervisor.renew_lease(number)
-            case messages.WatchCalls():
-                self._calls.watch(message, asyncio.get_running_loop().time())
-            case messages.Fetch(slot, offset):
-                self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
-            case messages.SaveDurable() | messages.CompleteDurable():
-                self._durable.begin(message)
-            case messages.DropDurable(folder):
-                self._durable.drop(folder)
-            case messages.FetchOutput(worker):
-                self._driver.send(self._outputs.tail(worker))
-            case _:
-                self._outputs.complain(f"received an unexpected message from the driver: {type(message).__name__}")
-
-    def release_hold(self) -> None:
-        """End a hold without the driver. Not after END: the workers may be on their way to its tick."""
-        if self._reporter.held is not None:
-            data = codec.encode_to_worker(messages.Release(self._reporter.held))
-            for worker in self._workers.handles:
-                self._socket.send(worker, data)
-
-    async def _reserve(self, starting: Awaitable[WorkerHandle | None], reserve_bytes: int) -> None:
-        """Allocate the commit storage of a new worker while it boots."""
-        handle = await starting
-        if handle is not None and reserve_bytes:
-            slot, holds_commit = handle.process.worker.slot, handle.liveness.holds_commit
-            await self._allocator.reserve(slot, reserve_bytes, holds_commit)
-
-    def _send(self, workers: tuple[WorkerId, ...] | None, body: messages.ToWorkerBody) -> None:
-        self._reporter.sent(body)
-        data = codec.encode_to_worker(body)
-        for worker in list(self._workers.handles) if workers is None else workers:
-            self._socket.send(worker, data)
-            if isinstance(body, messages.Leave):
-                self._workers.kill_later(worker)
-
-    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldView], ...]) -> None:
-        self._reporter.has_a_world()
-        for worker, world in worlds:
-            self._supervisor.world_size = world.size
-            handle = self._workers.handles.get(worker)
-            if handle is not None:
-                handle.joined = world.generation
-                handle.audience.rank = world.placement.rank
-                handle.lasting.clear()
-            self._socket.send(worker, codec.encode_to_worker(world))
-
-
-def _by_slot(targets: tuple[tuple[SlotId, str, str], ...]) -> Targets:
-    """Return the other hosts that are to keep a copy of each slot."""
-    found: dict[int, list[Target]] = {}
-    for slot_id, host, address in targets:
-        others = found.setdefault(slot_id.slot, [])
-        if host != slot_id.host:
-            others.append(Target(host, address))
-    return found
-
-
-# -------------------------------------------------------------------------------------------------------------- service
-# Service: an agent's service for its driver, and its behaviour without one.
-
-
-class ServiceEnd(NamedTuple):
-    """End of an agent's service. ``keeps_commits``: the commits stay for the next agent of this host."""
-
-    status: int
-    keeps_commits: bool = False
-
-
-class Service:
-    """The phases *serve* and *orphan* of an agent (see agent.py)."""
-
-    def __init__(
-        self,
-        driver: DriverConnection,
-        driver_timeout_s: float,
-        messages: DriverMessages,
-        workers: Workers,
-        supervisor: Supervisor,
-        reporter: HostReporter,
-        preemption: PreemptionWatch,
-        outputs: Outputs,
-        place: JobPlace,
-        killed: asyncio.Event,
-    ) -> None:
-        """``killed``: set when the user wants this agent to end at once."""
-        self._driver = driver
-        self._driver_timeout_s = driver_timeout_s
-        self._messages = messages
-        self._workers = workers
-        self._supervisor = supervisor
-        self._reporter = reporter
-        self._preemption = preemption
-        self._outputs = outputs
-        self._place = place
-        self._killed = killed
-
-    async def run(self) -> ServiceEnd:
-        """Serve until the driver sends Shutdown, refuses this agent, or is away for too long, or the user ends it.
-
-        In the last case the commits stay, as those of an agent that is killed: other hosts may have none as new.
-        """
-        serving, killed = asyncio.ensure_future(self._serve_drivers()), asyncio.ensure_future(self._killed.wait())
-        await asyncio.wait({serving, killed}, return_when=asyncio.FIRST_COMPLETED)
-        killed.cancel()
-        if serving.done():
-            return serving.result()
-        serving.cancel()
-        await asyncio.wait({serving})
-        await self._workers.stop_all(kill=True)
-        return ServiceEnd(128 + signal.SIGINT, keeps_commits=True)
-
-    async def _serve_drivers(self) -> ServiceEnd:
-        end = None
-        while end is None:
-            try:
-                await self._serve()
-            except ConnectionError as error:  # noqa: PERF203
-                self._outputs.complain(f"lost the driver: {error}")
-                self._messages.release_hold()
-                end = await self._reconnect()
-            else:
-                return ServiceEnd(0)
-        return end
-
-    async def _serve(self) -> None:
-        """Carry out the driver's messages until Shutdown; then stop the workers.
-
-        Raises ConnectionError when the driver is lost.
-        """
-        while not isinstance(message := await self._driver.receive(), Shutdown):
-            self._messages.carry_out(message)
-        await self._workers.stop_all()
-
-    async def _reconnect(self) -> ServiceEnd | None:
-        """Let training continue while the agent reconnects to a driver. Return None when connected.
-
-        An agent without workers waits as well: the next driver may need its retained commits and exit reports.
-        """
-        try:
-            await self._driver.establish(self._driver_timeout_s)
-        except Refused as refusal:
-            self._outputs.complain(f"stopping the workers: {refusal}")
-            await self._workers.stop_all()
-            return ServiceEnd(1, keeps_commits=not refusal.is_stopped)
-        except ConnectionError as error:
-            self._outputs.complain(
-                f"stopping the workers: no driver within --driver-timeout of {self._driver_timeout_s:g} s ({error})"
-            )
-            await self._workers.stop_all()
-            await in_thread(self._place.remove_job)
-            return ServiceEnd(1)
-        await self._workers.all_started()
-        self.send_host_report()
-        self._preemption.report()
-        self._outputs.report_again()
-        self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
-        return None
-
-    def send_host_report(self) -> None:
-        """Send the first message to a driver that has accepted this agent."""
-        now = asyncio.get_running_loop().time()
-        self._driver.send(self._reporter.host_report(self._workers.handles, now))
-
-
-# ------------------------------------------------------------------------------------------------------ worker messages
-# WorkerMessages: handles the messages that an agent receives from its workers.
-
-
-class WorkerMessages:
-    """Handler of the messages of workers. Most of them go to the driver."""
-
-    def __init__(
-        self,
-        handles: Mapping[WorkerId, WorkerHandle],
-        driver: DriverConnection,
-        socket: AgentSocket,
-        allocator: StorageAllocator,
-        tasks: RunningTasks,
-        stores: PlainStores,
-        reporter: HostReporter,
-        calls: Calls,
-    ) -> None:
-        self._handles = handles
-        self._driver = driver
-        self._socket = socket
-        self._allocator = allocator
-        self._tasks = tasks
-        self._stores = stores
-        self._reporter = reporter
-        self._calls = calls
-
-    def received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
-        """Handle a message of a worker of this agent."""
-        handle = self._handles[worker]
-        match message:
-            case messages.Hello():
-                handle.liveness.begin(asyncio.get_running_loop().time())
-            case messages.RunUsed():
-                handle.joined = 0  # the place with which it was started does not count any more
-                self._stores.close_next()
-                self._driver.send(messages.WorkerUsesRun(worker))
-            case messages.GrowBuffer(index, size):
-                self._tasks.begin(self._grow_buffer(handle, index, size))
-            case messages.Attached():
-                self._reporter.attached(worker, message)
-                self._driver.send(messages.FromWorker(worker, message))
-            case messages.CallReport():
-                self._calls.received(handle, message, asyncio.get_running_loop().time())
-            case messages.Synced() | messages.CommitSize() | messages.BackendRequest():
-                if isinstance(message, messages.CommitSize):
-                    self._allocator.expect(worker.slot, message.bytes, message.to_come)
-                self._driver.send(messages.BesidesCore(worker, message))
-            case messages.RequestStorage():
-                pass  # not on this connection
-            case _:
-                if isinstance(message, messages.First):
-                    self._allocator.begin_ticks()
-                if isinstance(message, messages.WorkerPreemptionNotice):
-                    handle.notice = message
-                elif isinstance(message, messages.LASTING):
-                    handle.lasting.append((asyncio.get_running_loop().time(), message))
-                self._driver.send(messages.FromWorker(worker, message))
-
-    async def _grow_buffer(self, handle: WorkerHandle, index: int, size_bytes: int) -> None:
-        handle.waits += 1
-        worker = handle.process.worker
-        try:
-            length, error = await self._allocator.make(
-                worker.slot, min(index, 1), size_bytes, handle.liveness.holds_commit
-            )
-        finally:
-            handle.waits -= 1
-        self._socket.send(worker, codec.encode_to_worker(messages.BufferGrown(index, length, error)))
-
-
-# ---------------------------------------------------------------------------------------------------------------- agent
-
-
-@dataclass(frozen=True, slots=True)
-class _Attachment:
-    """The parts of an agent that has found its driver and locked its host."""
-
-    spec: JobSpec
-    driver: DriverConnection
-    local_address: str  # at which other hosts reach this one
-    preemption: PreemptionWatch
-    supervisor: Supervisor
-    commits: CommitDirectory
-
-    def warn(self, text: str) -> None:
-        """Show a warning to the user, at the driver."""
-        self.driver.send(AgentWarning(text))
-
-
-@dataclass(frozen=True, slots=True)
-class _AgentParts:
-    """The other parts, which need the commit storage."""
-
-    storage: HostStorage
-    allocator: StorageAllocator
-    socket: AgentSocket
-    supply: Supply
-    backend: AgentBackend
-    stores: PlainStores
-    copies: HostCopies
-    durable: DurableUploads
-    service: Service
+from elasticstate.writing import BLOCKED_S
 
 
 class Agent:
@@ -449,14 +89,13 @@ class Agent:
             return 1
         status = 1
         try:
-            attachment = await self._attach(place)
-            parts = self._assemble(place, attachment)
+            service = await self._attach(place)
         except Stopped as signalled:
             status = signalled.status
         except (ConnectionError, OSError, ValueError) as error:
             self.outputs.complain(f"could not start: {error}")
         else:
-            status = await self._serve(place, attachment, parts)
+            status = await service.run(self._killed)
         if self._supervision is not None:
             self._supervision.cancel()
         if self._template is not None:
@@ -464,12 +103,16 @@ class Agent:
         await in_thread(place.leave)
         return status
 
-    async def _attach(self, place: JobPlace) -> _Attachment:
-        """Find the driver, and lock this host. Raises Stopped, OSError (also ConnectionError) or ValueError."""
+    async def _attach(self, place: JobPlace) -> Service:
+        """Find the driver, lock this host, and begin to serve.
+
+        Raises Stopped, OSError (also ConnectionError) or ValueError.
+        """
         launch = self._launch
         driver = self._driver = DriverConnection(launch)
         spec, received = await find_driver(driver, launch.wait_s)
-        preemption = PreemptionWatch(self._launch.host, driver.send)
+        job = HostJob(launch, spec, driver, place, self.outputs, self._handles)
+        preemption = PreemptionWatch(job)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupted, preemption, driver)
         if signal.SIGTERM in received:
             preemption.signalled(signal.SIGTERM)
@@ -478,12 +121,13 @@ class Agent:
         await in_thread(place.serves, spec.job_id)
         if not await in_thread(Path(launch.directory).is_dir):
             raise NotADirectoryError(f"{launch.directory}, the directory of the job, does not exist on this host")
-        self._template = self._start_template(spec, place, driver)
-        local_address = launch.local_address or _seen_at(driver.local_address, spec.options)
-        supervisor = Supervisor(self._handles, spec.options, driver, self.outputs, bool(launch.job_directory))
+        self._template = start_template(job)
+        supervisor = Supervisor(job)
         self._supervision = asyncio.ensure_future(supervisor.run())
-        commits = await lock_host(spec, launch.host, place.path, place.mark, driver)
-        return _Attachment(spec, driver, local_address, preemption, supervisor, commits)
+        commits = await job.lock_host()
+        service = Service(job, commits, supervisor, preemption, self._template)
+        self._job = spec.job
+        return service
 
     def _interrupted(self, preemption: PreemptionWatch, driver: DriverConnection) -> None:
         """Drain this host at the first Ctrl-C, and end at the second one. The workers, in sessions of their own, get
@@ -499,156 +143,400 @@ class Agent:
         self.outputs.complain(f"SIGINT: the workers leave the job {when}. A second Ctrl-C kills them at once.")
         preemption.signalled(signal.SIGINT)
 
-    def _start_template(self, spec: JobSpec, place: JobPlace, driver: DriverConnection) -> Template | None:
-        """Start the template process early, unless it is switched off or of no use for this command."""
-        options, launch = spec.options, self._launch
-        if options.preload is None or not is_python(options.command):
-            return None
-        environment = environment_of_workers(launch.environment, spec.environment)
-        reason = reason_against_template(options.command, launch.directory, environment)
-        if reason:
-            driver.send(AgentWarning(f"workers do not fork from the template process, but import torch anew: {reason}"))
-            return None
-        name, mark = agent_variable(place.mark)
-        template = Template(
-            {**environment, name: mark},
-            launch.directory,
-            script_directory(options.command, launch.directory),
-            options.preload,
-            options.heartbeat_timeout_s,
-            self.outputs.complain,
-            lambda text: driver.send(AgentWarning(text)),
-            lambda pid: any(handle.process.pid == pid for handle in self._handles.values()),
-        )
-        template.start()
-        return template
 
-    def _assemble(self, place: JobPlace, attachment: _Attachment) -> _AgentParts:
-        """Make the other parts, and listen for workers. Raises OSError or ValueError."""
-        launch, outputs, handles, tasks = self._launch, self.outputs, self._handles, RunningTasks()
-        spec, driver, supervisor = attachment.spec, attachment.driver, attachment.supervisor
+class _End(NamedTuple):
+    """End of an agent's service. ``keeps_commits``: the commits stay for the next agent of this host."""
 
-        def refusal(worker: WorkerId) -> str:
-            return "" if worker in handles else "is not a worker of this agent"
+    status: int
+    keeps_commits: bool = False
 
-        backend = agent_part(spec.options.backend)(
+
+class Service:
+    """Service of an agent for its job: all parts of the agent, and the messages of driver and workers."""
+
+    def __init__(
+        self,
+        job: HostJob,
+        commits: CommitDirectory,
+        supervisor: Supervisor,
+        preemption: PreemptionWatch,
+        template: Template | None,
+    ) -> None:
+        """Make the parts, and listen for workers. Raises OSError or ValueError."""
+        launch, driver = job.launch, job.driver
+        self._job = job
+        self._commits = commits
+        self._supervisor = supervisor
+        self._preemption = preemption
+        self._backend = agent_part(job.options.backend)(
             AgentServices(
                 host=launch.host,
                 connect_timeout_s=launch.connect_timeout_s,
                 trust=driver.trust,
                 driver_address=lambda: driver.driver_address,
-                warn=attachment.warn,
-                log=outputs.complain,
+                warn=job.warn,
+                log=job.log,
             )
         )
-        storage = HostStorage(attachment.commits, spec.job_id, launch.host, outputs.complain)
-        key = storage_key(launch.token, spec.job_id)
-        copies = open_copies(
-            storage,
-            spec.job_id,
+        self._storage = HostStorage(commits, job.spec.job_id, launch.host, job.log)
+        self._copies = self._open_copies()
+        supervisor.copy_figures = self._copies.figures
+        self._supply = Supply(job, self._storage, self._copies)
+        self._allocator = StorageAllocator(
+            self._storage,
             launch.host,
-            key,
-            attachment.local_address,
-            launch.connect_timeout_s,
-            spec.options.replica_rate,
-            lambda slot, commit: driver.send(CopyKept(launch.host, slot, commit)),
-            lambda keeper, slot, commit, reason: driver.send(CopyDropped(keeper, slot, commit, reason)),
-            lambda slot, commit: driver.send(CommitDamaged(slot, commit)),
-            outputs.complain,
+            lambda: min(1, len(job.handles)) if job.options.one_copy_per_host else len(job.handles),
+            job.log,
+            self._copies.store,
         )
-        supervisor.copy_figures = copies.figures
-        supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn, copies.share)
-        allocator = StorageAllocator(
-            storage,
-            launch.host,
-            lambda: min(1, len(handles)) if spec.options.one_copy_per_host else len(handles),
-            outputs.complain,
-            copies.store,
-        )
-        worker_messages: WorkerMessages
-        socket = AgentSocket(
-            place.socket,
-            refusal,
-            lambda worker, message: worker_messages.received(worker, message),
-            supply.give,
-            outputs.complain,
-        )
-        starter = WorkerStarter(
-            launch, spec, place, storage, outputs, attachment.local_address, self._template, attachment.warn
-        )
-        stores = PlainStores(attachment.local_address, starter.start_store, driver.send, outputs.complain)
-        reporter = HostReporter(storage, stores, copies)
-        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores, reporter, supervisor.calls)
-        workers = Workers(
-            handles,
-            starter,
-            driver,
-            socket,
-            supervisor,
-            reporter,
-            outputs,
-            storage,
-            allocator,
-            spec.options.stop_timeout_s,
-        )
-        environment = environment_of_workers(launch.environment, spec.environment)
-        environment.update([agent_variable(place.mark)])
-        durable = DurableUploads(launch.host, spec, storage, copies.store, key, environment, driver)
-        messages = DriverMessages(
-            driver,
-            workers,
-            socket,
-            supervisor,
-            reporter,
-            supply,
-            allocator,
-            backend,
-            stores,
-            copies,
-            outputs,
-            tasks,
-            supervisor.calls,
-            durable,
-        )
-        timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
-        service = Service(
-            driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place, self._killed
-        )
-        socket.open()
-        return _AgentParts(storage, allocator, socket, supply, backend, stores, copies, durable, service)
+        self._socket = AgentSocket(job.place.socket, self._refusal, self._received, self._supply.give, job.log)
+        self._workers = Workers(job, self._storage, self._allocator, self._socket, supervisor, template)
+        self._stores = PlainStores(job.local_address, self._workers.start_store, driver.send, job.log)
+        self._durable = DurableUploads(job, self._storage, self._copies.store)
+        self._held: int | None = None  # generation on hold, if any
+        # For the report to a new driver:
+        self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
+        self._gate = 0  # newest generation whose exit gate is open
+        self._ended = 0  # newest generation that was ended at once, not at a tick
+        self._socket.open()
 
-    async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _AgentParts) -> int:
-        """Serve until the job ends, then clean up. Return the exit status."""
-        options, commits = attachment.spec.options, attachment.commits
-        parts.service.send_host_report()
-        self._job = attachment.spec.job
-        attachment.preemption.begin(options, self._launch, place.mark)
-        cleaning = asyncio.ensure_future(clean_regularly(commits, options.driver_timeout_s))
-        watching = asyncio.ensure_future(
-            watch_files(parts.supply, commits, parts.copies, place, parts.socket, attachment.warn)
+    def _open_copies(self) -> HostCopies:
+        """Take over the copies that this host keeps, and serve them. Raises OSError."""
+        job, loop = self._job, asyncio.get_running_loop()
+
+        def on_loop(callback: Callable[..., None], *arguments: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(partial(callback, *arguments))
+
+        def send(message: Callable[..., messages.FromAgent], *fields: object) -> None:
+            on_loop(job.driver.send, message(*fields))
+
+        copies = HostCopies(
+            host=job.launch.host,
+            job_id=job.spec.job_id,
+            key=job.key,
+            directory=self._storage.directory.fd,
+            slots=self._storage.slots(),
+            timeout_s=job.launch.connect_timeout_s,
+            on_kept=partial(send, messages.CopyKept, job.launch.host),
+            on_dropped=partial(send, messages.CopyDropped),
+            on_damaged=partial(send, messages.CommitDamaged),
+            log=partial(on_loop, job.log),
+            rate_bytes_per_s=job.options.replica_rate,
         )
-        end = await parts.service.run()
-        cleaning.cancel()
-        watching.cancel()
-        await attachment.preemption.close()
-        parts.socket.close()
-        parts.stores.close()
-        parts.allocator.close()
-        await parts.durable.close()
-        parts.backend.close()
-        await in_thread(parts.copies.close)
-        parts.storage.close()
-        await in_thread(commits.close if end.keeps_commits else commits.remove)
-        await attachment.driver.close()
+        try:
+            copies.start(job.local_address)
+        except BaseException:
+            copies.close()
+            raise
+        return copies
+
+    # ---------------------------------------------------------------------------------------------------- the phases
+
+    async def run(self, killed: asyncio.Event) -> int:
+        """Serve until the job ends, then clean up. Return the exit status.
+
+        ``killed``: set when the user wants this agent to end at once. The commits then stay, as those of an agent that
+        is killed: other hosts may have none as new.
+        """
+        self._send_host_report()
+        self._preemption.begin()
+        beside = [
+            asyncio.ensure_future(clean_regularly(self._commits, self._job.options.driver_timeout_s)),
+            asyncio.ensure_future(self._supply.watch_files(self._socket)),
+        ]
+        serving, killing = asyncio.ensure_future(self._serve_drivers()), asyncio.ensure_future(killed.wait())
+        await asyncio.wait({serving, killing}, return_when=asyncio.FIRST_COMPLETED)
+        killing.cancel()
+        if serving.done():
+            end = serving.result()
+        else:
+            serving.cancel()
+            await asyncio.wait({serving})
+            await self._workers.stop_all(kill=True)
+            end = _End(128 + signal.SIGINT, keeps_commits=True)
+        for task in beside:
+            task.cancel()
+        await self._close(end.keeps_commits)
         return end.status
 
+    async def _close(self, keeps_commits: bool) -> None:
+        await self._preemption.close()
+        self._socket.close()
+        self._stores.close()
+        self._allocator.close()
+        await self._durable.close()
+        self._backend.close()
+        await in_thread(self._copies.close)
+        self._storage.close()
+        await in_thread(self._commits.close if keeps_commits else self._commits.remove)
+        await self._job.driver.close()
 
-def _seen_at(address: str, options: Options) -> str:
-    """Return the address at which other hosts reach this one. ``address``: that of its connection to the driver.
+    async def _serve_drivers(self) -> _End:
+        """Serve until the driver sends Shutdown, refuses this agent, or is away for too long."""
+        while True:
+            try:
+                while not isinstance(message := await self._job.driver.receive(), messages.Shutdown):
+                    self._carry_out(message)
+                await self._workers.stop_all()
+            except ConnectionError as error:  # noqa: PERF203
+                self._job.log(f"lost the driver: {error}")
+                if self._held is not None:  # not after END: the workers may be on their way to its tick
+                    self._send(None, messages.Release(self._held))
+                end = await self._reconnect()
+                if end is not None:
+                    return end
+            else:
+                return _End(0)
 
-    An agent on the driver's host may dial in over the loopback interface, while other hosts cannot.
+    async def _reconnect(self) -> _End | None:
+        """Let training continue while the agent reconnects to a driver. Return None when connected.
+
+        An agent without workers waits as well: the next driver may need its retained commits and exit reports.
+        """
+        timeout_s = self._job.options.driver_timeout_s
+        try:
+            await self._job.driver.establish(timeout_s)
+        except Refused as refusal:
+            self._job.log(f"stopping the workers: {refusal}")
+            await self._workers.stop_all()
+            return _End(1, keeps_commits=not refusal.is_stopped)
+        except ConnectionError as error:
+            self._job.log(f"stopping the workers: no driver within --driver-timeout of {timeout_s:g} s ({error})")
+            await self._workers.stop_all()
+            await in_thread(self._job.place.remove_job)
+            return _End(1)
+        await self._workers.all_started()
+        self._send_host_report()
+        self._preemption.report()
+        self._job.outputs.report_again()
+        self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
+        return None
+
+    # --------------------------------------------------------------------------------------- messages of the driver
+
+    def _carry_out(self, message: messages.ToAgent) -> None:
+        """Carry out a message of the driver, except JobSpec and Shutdown."""
+        match message:
+            case messages.StartWorker():
+                if message.place is not None:
+                    self._stores.use(message.place)
+                self._workers.start(message)
+            case messages.StopWorker(worker, _, kill):
+                self._workers.stop(worker, kill)
+            case messages.ToWorkers(workers, body):
+                self._send(workers, body)
+            case messages.WorldsOnHost(worlds):
+                self._stores.close()
+                self._publish(worlds)
+            case messages.BackendOrder(data):
+                self._job.begin(self._backend.order(data))
+            case messages.ReplicateOrder(commit, targets):
+                self._allocator.keep_copies(len(targets))
+                self._copies.replicate(commit, _by_slot(targets))
+            case messages.StopReplication():
+                self._copies.stop_replication()
+            case messages.ForgetCopies(before, besides):
+                self._copies.forget(before, besides)
+            case messages.Acknowledgement(number):
+                self._supervisor.renew_lease(number)
+            case messages.WatchCalls():
+                self._supervisor.calls.watch(message, asyncio.get_running_loop().time())
+            case messages.Fetch(slot, offset):
+                self._job.begin(self._supply.send_result(slot, offset))
+            case messages.SaveDurable() | messages.CompleteDurable():
+                self._durable.begin(message)
+            case messages.DropDurable(folder):
+                self._durable.drop(folder)
+            case messages.FetchOutput(worker):
+                self._job.driver.send(self._job.outputs.tail(worker))
+            case _:
+                self._job.log(f"received an unexpected message from the driver: {type(message).__name__}")
+
+    def _send(self, workers: tuple[WorkerId, ...] | None, body: messages.ToWorkerBody) -> None:
+        """Send a message of the driver to these workers; None: to all."""
+        match body:
+            case messages.Hold(generation):
+                self._held = generation
+            case messages.Release():
+                self._held = None
+            case messages.End(generation, at_tick):
+                self._held = None
+                if at_tick is None:
+                    self._ended = max(self._ended, generation)
+            case messages.OpenGate(generation):
+                self._gate = generation
+        data = codec.encode_to_worker(body)
+        for worker in list(self._job.handles) if workers is None else workers:
+            self._socket.send(worker, data)
+            if isinstance(body, messages.Leave):
+                self._workers.kill_later(worker)
+
+    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldView], ...]) -> None:
+        self._workers.exits.clear()
+        for worker, world in worlds:
+            self._supervisor.world_size = world.size
+            handle = self._job.handles.get(worker)
+            if handle is not None:
+                handle.joined = world.generation
+                handle.audience.rank = world.placement.rank
+                handle.lasting.clear()
+            self._socket.send(worker, codec.encode_to_worker(world))
+
+    # --------------------------------------------------------------------------------------- messages of the workers
+
+    def _refusal(self, worker: WorkerId) -> str:
+        """Return why a process may not connect as this worker, or ""."""
+        return "" if worker in self._job.handles else "is not a worker of this agent"
+
+    def _received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
+        """Handle a message of a worker. Most of them go to the driver."""
+        handle, now = self._job.handles[worker], asyncio.get_running_loop().time()
+        match message:
+            case messages.Hello():
+                handle.liveness.begin(now)
+                return
+            case messages.GrowBuffer(index, size):
+                self._job.begin(self._grow_buffer(handle, index, size))
+                return
+            case messages.CallReport():
+                self._supervisor.calls.received(handle, message, now)
+                return
+            case messages.Synced() | messages.CommitSize() | messages.BackendRequest():
+                if isinstance(message, messages.CommitSize):
+                    self._allocator.expect(worker.slot, message.bytes, message.to_come)
+                self._job.driver.send(messages.BesidesCore(worker, message))
+                return
+            case messages.RequestStorage():
+                return  # not on this connection
+            case messages.RunUsed():
+                handle.joined = 0  # the place with which it was started does not count any more
+                self._stores.close_next()
+                self._job.driver.send(messages.WorkerUsesRun(worker))
+                return
+            case messages.Attached():
+                self._attached = ((worker, message),)
+            case messages.First():
+                self._allocator.begin_ticks()
+            case messages.WorkerPreemptionNotice():
+                handle.notice = message
+            case _ if isinstance(message, messages.LASTING):
+                handle.lasting.append((now, message))
+        self._job.driver.send(messages.FromWorker(worker, message))
+
+    async def _grow_buffer(self, handle: WorkerHandle, index: int, size_bytes: int) -> None:
+        handle.waits += 1
+        worker = handle.process.worker
+        try:
+            length, error = await self._allocator.make(
+                worker.slot, min(index, 1), size_bytes, handle.liveness.holds_commit
+            )
+        finally:
+            handle.waits -= 1
+        self._socket.send(worker, codec.encode_to_worker(messages.BufferGrown(index, length, error)))
+
+    # ------------------------------------------------------------------------------------------ report of the host
+
+    def _send_host_report(self) -> None:
+        """Report what has happened on this host to a driver that was disconnected or has just started.
+
+        It is the first message to a driver that has accepted this agent.
+        """
+        now = asyncio.get_running_loop().time()
+        found = list(self._in_memory())
+        self._job.driver.send(
+            messages.HostReport(
+                commits=tuple((slot, newest) for slot, newest, _ in found),
+                workers=tuple(handle.report(now) for handle in self._job.handles.values()),
+                exits=tuple(self._workers.exits),
+                incarnations=tuple(self._workers.incarnations.items()),
+                gate=self._gate,
+                ended=self._ended,
+                store=self._stores.next_address,
+                store_joined=self._stores.joined,
+                previous=tuple((slot, previous) for slot, _, previous in found if previous is not None),
+                attached=self._attached,
+                kept=tuple(self._copies.kept()),
+                copies_address=self._copies.address,
+            )
+        )
+
+    def _in_memory(self) -> Iterator[tuple[int, CommitId, CommitId | None]]:
+        """Yield slot and commits, whichever worker wrote them: a booting worker may not have found them yet."""
+        for slot, files in sorted(self._storage.slots().items()):
+            newest, previous = sealed_commits(files.page, self._storage.owner(slot))
+            if newest is not None:
+                yield slot, newest, previous
+
+
+def _by_slot(targets: tuple[tuple[SlotId, str, str], ...]) -> Targets:
+    """Return the other hosts that are to keep a copy of each slot."""
+    found: dict[int, list[Target]] = {}
+    for slot_id, host, address in targets:
+        others = found.setdefault(slot_id.slot, [])
+        if host != slot_id.host:
+            others.append(Target(host, address))
+    return found
+
+
+# ------------------------------------------------------------------------------------------- the process of an agent
+
+
+def serve(launch: Launch, status_socket: str = "") -> NoReturn:
+    """Serve until the end, then exit at once: threads may be blocked in a resolver, or by output that nobody reads.
+
+    ``status_socket``: path of a socket that answers ``elasticrun status --agent``. Raises OptionError for a bad one.
     """
-    if options.listen is None or not is_loopback(address):
-        return address
-    listens_at, _ = split_address(options.listen)
-    return address if is_loopback(listens_at) else outward_address() or address
+
+    async def run() -> None:
+        agent = Agent(launch)
+        async with answering(status_socket, lambda: agent.status):
+            status = await agent.run()
+        await agent.outputs.flushed(BLOCKED_S)
+        os._exit(status)
+
+    gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
+    asyncio.run(run())
+    raise AssertionError("unreachable")
+
+
+def join(
+    address: str,
+    token_file: str,
+    name: str,
+    slots: int,
+    *,
+    wait_s: float,
+    connect_timeout_s: float,
+    status_socket: str = "",
+    rack: str = "",
+) -> NoReturn:
+    """Serve a job whose driver did not start this agent (``elasticrun agent --join``), then exit.
+
+    ``slots`` 0: as many as this machine has. Raises OptionError.
+    """
+    try:
+        token = read_token(token_file)
+    except FileNotFoundError:
+        raise OptionError(
+            f"--token-file: {token_file!r}: there is no such file. Copy the driver's token file to this machine."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--token-file: {token_file!r}: {error}") from None
+    launch = Launch(
+        host=name,
+        agent=secrets.token_hex(8),
+        slots=slots or slots_of_this_machine(),
+        addresses=(address,),
+        token=token,
+        connect_timeout_s=connect_timeout_s,
+        wait_s=wait_s,
+        local_address="",
+        socket="",
+        directory=os.getcwd(),
+        job_directory="",
+        environment=(),
+        rack=rack,
+        is_joining=True,
+    )
+    serve(launch, status_socket)

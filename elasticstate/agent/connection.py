@@ -14,9 +14,6 @@ from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.messages import JobSpec, Launch
 from elasticstate.net.trust import Trust
 
-# ---------------------------------------------------------------------------------------------------- driver connection
-
-
 _FIRST_PAUSE_S = 0.05  # before the second attempt; doubled after each attempt, up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 1.0
 

@@ -1,6 +1,6 @@
-"""DurableUploads: saves commits of this host as durable copies, or parts of them, on the driver's order, one at a time.
+"""Saves commits of this host as durable copies, or parts of them, on the driver's order, one at a time.
 
-Training never waits for it. Threads stage the commits (copies.py), and a process of its own uploads them
+Training never waits for it. Threads stage the commits (staging.py), and a process of its own uploads them
 (durable/upload.py). A process that makes no progress for ``--durable-timeout`` is killed.
 """
 
@@ -14,13 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
 
-from elasticstate.agent.connection import DriverConnection
-from elasticstate.agent.copies import (
+from elasticstate.agent.host_job import HostJob
+from elasticstate.agent.staging import (
     NoCommitError,
     Staged,
     StagingSlot,
@@ -49,7 +48,6 @@ from elasticstate.net.messages import (
     DurableFailed,
     DurablePart,
     DurableSaved,
-    JobSpec,
     SaveDurable,
 )
 from elasticstate.processes import ended, kill_session
@@ -64,25 +62,12 @@ Order = SaveDurable | CompleteDurable
 
 
 class DurableUploads:
-    """Uploads of one agent. ``environment``: that of the workers, with the mark of this agent."""
+    """Uploads of one agent."""
 
-    def __init__(
-        self,
-        host: str,
-        spec: JobSpec,
-        storage: HostStorage,
-        copies: CopyStore,
-        key: bytes,
-        environment: Mapping[str, str],
-        driver: DriverConnection,
-    ) -> None:
-        self._host = host
-        self._spec = spec
+    def __init__(self, job: HostJob, storage: HostStorage, copies: CopyStore) -> None:
+        self._job = job
         self._storage = storage
         self._copies = copies
-        self._key = key
-        self._environment = environment
-        self._driver = driver
         self._stuck: list[subprocess.Popen[bytes]] = []  # processes that were killed and have not ended
         self._task: asyncio.Task[None] | None = None
         self._folder = ""  # of the copy that the task saves
@@ -107,7 +92,7 @@ class DurableUploads:
             await asyncio.wait({self._task})
 
     def _fail(self, order: Order, kind: str, reason: str) -> None:
-        self._driver.send(DurableFailed(order.folder, kind, reason))
+        self._job.driver.send(DurableFailed(order.folder, kind, reason))
 
     async def _save(self, order: Order) -> None:
         began_at = time.monotonic()
@@ -136,7 +121,7 @@ class DurableUploads:
                 os.close(staged.fd)
         if end.is_saved:
             seconds = time.monotonic() - began_at
-            self._driver.send(DurableSaved(order.folder, commit, end.bytes, seconds, end.lost, end.warning))
+            self._job.driver.send(DurableSaved(order.folder, commit, end.bytes, seconds, end.lost, end.warning))
         else:
             self._fail(order, end.kind, end.reason)
 
@@ -148,7 +133,7 @@ class DurableUploads:
             slots = [self._staging_slot(part.slot, opened) for part in order.parts]
             directory = os.dup(self._storage.directory.fd)
             opened.append(directory)
-            arguments = (slots, self._key, directory, order.first, is_over, tuple(opened))
+            arguments = (slots, self._job.key, directory, order.first, is_over, tuple(opened))
             staging = asyncio.ensure_future(in_thread(_stage_and_close, *arguments))
             opened.clear()
             try:
@@ -171,8 +156,8 @@ class DurableUploads:
                 os.close(fd)
 
     def _staging_slot(self, slot: SlotId, opened: list[int]) -> StagingSlot:
-        owner = owner_of(self._spec.job_id, slot.host, slot.slot)
-        files = self._storage.slots().get(slot.slot) if slot.host == self._host else None
+        owner = owner_of(self._job.spec.job_id, slot.host, slot.slot)
+        files = self._storage.slots().get(slot.slot) if slot.host == self._job.launch.host else None
         page, buffers = None, None
         if files is not None:
             page, buffers = files.page, (files.duplicate(0), files.duplicate(1))  # it may get other files meanwhile
@@ -180,7 +165,7 @@ class DurableUploads:
         return StagingSlot(str(slot), owner, page, buffers, functools.partial(self._copies.open, slot))
 
     def _size_of(self, part: DurablePart) -> int:
-        files = self._storage.slots().get(part.slot.slot) if part.slot.host == self._host else None
+        files = self._storage.slots().get(part.slot.slot) if part.slot.host == self._job.launch.host else None
         return max(os.fstat(fd).st_size for fd in files.buffers) if files is not None else 0
 
     def _may_start(self) -> bool:
@@ -189,7 +174,7 @@ class DurableUploads:
 
     async def _upload(self, order: Order, commit: CommitId, staged: Staged | None) -> UploadMessage:
         """Start the process, and return its last message. Raises OSError if the start fails."""
-        options = self._spec.options
+        options = self._job.options
         assert options.durable_dir is not None
         parts: tuple[StagedPart, ...] = ()
         if isinstance(order, SaveDurable) and staged is not None:
@@ -199,8 +184,8 @@ class DurableUploads:
             place=options.durable_dir,
             folder=order.folder,
             keep=options.durable_keep,
-            job=self._spec.job,
-            job_id=self._spec.job_id,
+            job=self._job.spec.job,
+            job_id=self._job.spec.job_id,
             commit=commit,
             world_size=order.world_size,
             total=order.total,
@@ -212,7 +197,7 @@ class DurableUploads:
         readable = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         messages, pipe = os.pipe()
         try:
-            process = start_command(command, self._environment, "/", readable, pipe)
+            process = start_command(command, self._job.environment(), "/", readable, pipe)
         except BaseException:
             os.close(messages)
             raise

@@ -1,7 +1,4 @@
-"""The directory on this host that holds the agent's socket.
-
-It is the job's directory on the driver's machine, and the agent's own directory elsewhere.
-"""
+"""Files of an agent on its host: the directory with its socket, and removal of files that dead agents have left."""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ import asyncio
 import fcntl
 import os
 import shutil
-import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from elasticstate.agent.connection import DriverConnection
 from elasticstate.commits import (
     ID_FILE,
     CommitDirectory,
@@ -24,17 +18,18 @@ from elasticstate.commits import (
     remove_job_directory,
 )
 from elasticstate.errors import OptionError
-from elasticstate.net import messages
 from elasticstate.net.messages import Launch
 from elasticstate.options import runtime_directory, temporary_directory, usable_runtime_directory
 from elasticstate.private import is_still, open_directory, write_file
 from elasticstate.threads import in_thread
 
-# ------------------------------------------------------------------------------------------------------------ job place
+_LEAST_INTERVAL_S = 1.0
 
 
 class JobPlace:
     """Directory with the agent's socket, locked (shared with driver and other agents) until this process ends.
+
+    It is the job's directory on the driver's machine, and the agent's own directory elsewhere.
 
     Raises OSError or OptionError.
     """
@@ -98,13 +93,6 @@ def _locked(path: str) -> int:
     return fd
 
 
-# ---------------------------------------------------------------------------------------------------------- stale files
-# Stale files: removal of files that dead jobs and agents have left on this host, and expiry of this agent's own.
-
-
-_LEAST_INTERVAL_S = 1.0
-
-
 def keep_s(driver_timeout_s: float) -> float:
     """Return the seconds for which files are kept: ``--driver-timeout`` after any death, plus one interval."""
     return driver_timeout_s + _interval_s(driver_timeout_s)
@@ -126,43 +114,3 @@ def _remove(commit_directory: str) -> None:
     remove_dead(commit_directory)
     with suppress(OptionError):  # there is no such directory on this host
         remove_agent_directories(str(runtime_directory()))
-
-
-# ------------------------------------------------------------------------------------------------------------ host lock
-# Lock on a host: an agent takes it after the job's earlier agent on this host is gone.
-
-
-_LOOK_INTERVAL_S = 0.01
-
-
-async def lock_host(
-    spec: messages.JobSpec, host: str, job_directory: str, mark: str, driver: DriverConnection
-) -> CommitDirectory:
-    """Return the commits of this host, including those that exist already.
-
-    An earlier agent has ``--heartbeat-timeout`` to end; then it is killed with its workers. If the earlier agent
-    reconnects before that, the driver refuses the new agent, and the new agent does not touch the earlier one.
-
-    Raises OSError (TimeoutError: the earlier agent did not end).
-    """
-    refused = threading.Event()
-    locking = asyncio.get_running_loop().run_in_executor(
-        None,
-        lambda: CommitDirectory(
-            spec.options.commit_dir,
-            spec.job_id,
-            host,
-            job_directory,
-            mark,
-            spec.options.heartbeat_timeout_s,
-            keep_s(spec.options.driver_timeout_s),
-            lambda: refused.wait(_LOOK_INTERVAL_S),
-        ),
-    )
-    driver_loss = asyncio.ensure_future(driver.lost())
-    both: set[asyncio.Future[Any]] = {locking, driver_loss}
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    refused.set()
-    driver_loss.cancel()
-    await asyncio.wait(both)
-    return locking.result()

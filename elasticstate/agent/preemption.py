@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
+from elasticstate.agent.host_job import HostJob
 from elasticstate.exit_status import how_it_ended, signal_name
 from elasticstate.net import messages
-from elasticstate.net.messages import Launch
-from elasticstate.options import Options, agent_variable, inherited_environment
+from elasticstate.options import agent_variable, inherited_environment
 from elasticstate.processes import Answer, as_command, ask
 
 HOST_VARIABLE = "ELASTICSTATE_HOST"
@@ -24,10 +24,9 @@ class PreemptionWatch:
     The driver receives the notice as soon as it has accepted this agent.
     """
 
-    def __init__(self, host: str, send: Callable[[messages.HostDraining | messages.AgentWarning], None]) -> None:
-        """Treat SIGTERM as a notice until the job's options arrive."""
-        self._host = host
-        self._send = send
+    def __init__(self, job: HostJob) -> None:
+        """Treat SIGTERM as a notice until ``begin``."""
+        self._job = job
         self._reason = ""  # source and reason of the notice
         self._has_begun = False
         self._warned: set[str] = set()
@@ -35,24 +34,23 @@ class PreemptionWatch:
         self._loop = asyncio.get_running_loop()
         self._listen([signal.SIGTERM])
 
-    def begin(self, options: Options, launch: Launch, socket_path: str) -> None:
+    def begin(self) -> None:
         """Start to watch with the job's options. A signal that is not among them gets its usual effect back."""
         self._has_begun = True
         self.report()
+        options, launch = self._job.options, self._job.launch
         if signal.SIGTERM not in options.preemption_signals:
             self._loop.remove_signal_handler(signal.SIGTERM)
         self._listen(options.preemption_signals)
         if options.preemption_command is not None and not self._reason:
             environment = {**inherited_environment(), **dict(launch.environment), HOST_VARIABLE: launch.host}
-            environment |= [agent_variable(socket_path)]  # a mark: it is found and killed if this agent is killed
-            self._asking = asyncio.ensure_future(
-                self._ask(options.preemption_command, options, environment, launch.directory)
-            )
+            environment |= [agent_variable(self._job.place.mark)]  # a mark: it is killed if this agent is killed
+            self._asking = asyncio.ensure_future(self._ask(options.preemption_command, environment))
 
     def report(self) -> None:
         """Send the notice to the driver, if there was one; also to a driver that may not have received it."""
         if self._has_begun and self._reason:
-            self._send(messages.HostDraining(self._host, self._reason))
+            self._job.driver.send(messages.HostDraining(self._job.launch.host, self._reason))
 
     async def close(self) -> None:
         """Stop the command, and wait for its end."""
@@ -75,7 +73,8 @@ class PreemptionWatch:
                 self._asking.cancel()
             self.report()
 
-    async def _ask(self, command: str, options: Options, environment: Mapping[str, str], directory: str) -> None:
+    async def _ask(self, command: str, environment: Mapping[str, str]) -> None:
+        options, directory = self._job.options, self._job.launch.directory
         while True:
             try:
                 answer = await ask(as_command(command, directory), options.preemption_timeout_s, environment, directory)
@@ -96,9 +95,7 @@ class PreemptionWatch:
         kind = fault.partition(":")[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            self._send(
-                messages.AgentWarning(f"--preemption-command {command!r} {fault}; it runs again every {interval_s:g} s")
-            )
+            self._job.warn(f"--preemption-command {command!r} {fault}; it runs again every {interval_s:g} s")
 
 
 def _first_line(text: str) -> str:

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from elasticstate.copies.store import CopyStore
 
 
-# --------------------------------------------------------------------------------------------------------- host storage
-
-
 PAGE_BYTES = 4096
 
 

@@ -7,16 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from elasticstate.agent.connection import DriverConnection
-from elasticstate.agent.output import Outputs
+from elasticstate.agent.host_job import HostJob
 from elasticstate.agent.worker import WorkerHandle, stamps_interval_s
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import CallReport, CopyFigures, WatchCalls
 from elasticstate.net import messages
-from elasticstate.options import Options
-
-# ---------------------------------------------------------------------------------------------------------------- calls
-# Calls: the newest collective calls of the workers of one host. Few of them interest the driver.
 
 
 class Calls:
@@ -100,9 +95,6 @@ class Lease:
                 self.until_ns = max(self.until_ns, at_ns + int(term_s * 1e9))
 
 
-# ----------------------------------------------------------------------------------------------------------- supervisor
-
-
 LOOK_INTERVAL_S = 0.25
 """Seconds between two looks at the workers' stamps."""
 _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
@@ -111,25 +103,15 @@ _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
 class Supervisor:
     """Judge of the workers of one host, by their control pages."""
 
-    def __init__(
-        self,
-        handles: Mapping[WorkerId, WorkerHandle],
-        options: Options,
-        driver: DriverConnection,
-        outputs: Outputs,
-        shares_machine: bool,
-    ) -> None:
-        """``shares_machine``: the driver runs on this machine."""
-        self._handles = handles
-        self._options = options
-        self._driver = driver
-        self._outputs = outputs
-        self._shares_machine = shares_machine
-        self._kills: set[asyncio.Task[None]] = set()
+    def __init__(self, job: HostJob) -> None:
+        self._job = job
+        self._handles = job.handles
+        self._options = job.options
+        self._driver = job.driver
         self.world_size = 0  # size of the newest world
         self.lease = Lease()
         self.copy_figures: Callable[[], CopyFigures] = CopyFigures
-        self.calls = Calls(handles, options.stall_check_s, driver.send)
+        self.calls = Calls(job.handles, job.options.stall_check_s, job.driver.send)
 
     async def run(self) -> None:
         """Look at the workers' control pages regularly, until cancelled."""
@@ -142,12 +124,12 @@ class Supervisor:
             stalled_s = now - looked_at - look_interval_s
             if stalled_s > self._options.heartbeat_timeout_s / 2:
                 self._forgive(stalled_s)
-            elif not self._shares_machine:  # on the driver's own machine silence only means a stopped driver
+            elif not self._job.launch.job_directory:  # on the driver's machine, silence only means a stopped driver
                 self._driver.judge(now, self._options.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
             self.calls.look(now)
-            for trouble in self._outputs.changes():
+            for trouble in self._job.outputs.changes():
                 self._driver.send(trouble)
             if now - stamped_at >= stamps_interval_s(timeout_s, self.world_size):
                 stamped_at = now
@@ -167,9 +149,7 @@ class Supervisor:
             if reason:
                 handle.liveness.end()  # report only once
                 self._driver.send(messages.WorkerUnresponsive(handle.process.worker, reason))
-                task = asyncio.ensure_future(self._kill_with_stacks(handle))
-                self._kills.add(task)
-                task.add_done_callback(self._kills.discard)
+                self._job.begin(self._kill_with_stacks(handle))
 
     def _hangs(self, handle: WorkerHandle, now: float) -> str:
         """Return why a worker is considered hung, or "".

@@ -1,4 +1,4 @@
-"""Template: the agent's template process, from which workers fork.
+"""The agent's template process, from which workers fork.
 
 A worker that forks does not import torch, which takes seconds. If the template process cannot serve, or ends, workers
 start as new processes: that costs time, nothing else. A module of --preload with which it cannot serve is left out.
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from elasticstate.agent import exec_shim
+from elasticstate.agent.host_job import HostJob
+from elasticstate.agent.python_command import is_python, reason_against_template, script_directory
 from elasticstate.exit_status import how_it_ended
 from elasticstate.net.link import (
     IMPORTING,
@@ -36,40 +38,6 @@ from elasticstate.processes import (
 )
 from elasticstate.threads import in_thread
 
-# -------------------------------------------------------------------------------------------------------------- orphans
-# Orphans: processes whose parents have ended, and whose parent is the agent from then on.
-#
-# Workers that fork from the template process come to the agent in this way, so that the agent can wait for them.
-# Other descendants come, too; their exit statuses interest nobody, but unread they would stay zombies.
-
-
-_PR_SET_CHILD_SUBREAPER = 36
-_REAP_INTERVAL_S = 1.0
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all descendants whose parents end (prctl(2), PR_SET_CHILD_SUBREAPER)."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-async def reap_orphans(is_awaited: Callable[[int], bool]) -> None:
-    """Read the exit statuses of orphans, for ever. ``is_awaited``: returns True for a process that others wait for.
-
-    A child of a finished command may be found here before the command's own wait: only the second look reaps.
-    """
-    before: set[int] = set()
-    while True:
-        await asyncio.sleep(_REAP_INTERVAL_S)
-        ended = {pid for pid in await in_thread(children_that_ended) if not is_awaited(pid)}
-        for pid in ended & before:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        before = ended - before
-
-
-# ------------------------------------------------------------------------------------------------------------- template
-
-
 T = TypeVar("T")
 
 _PROGRAM = Path(exec_shim.__file__).parents[1] / "worker" / "template.py"
@@ -77,6 +45,21 @@ _PADDING = " " * 4096  # space for the command line and the variables of a worke
 _LOOK_INTERVAL_S = 0.5
 _MOST_DEATHS = 3  # in a row, before a first worker forked
 _DRAIN_TIMEOUT_S = 1.0  # for the last lines of its output
+_PR_SET_CHILD_SUBREAPER = 36
+_REAP_INTERVAL_S = 1.0
+
+
+def start_template(job: HostJob) -> Template | None:
+    """Start the template process, unless it is switched off or of no use for this command."""
+    if job.options.preload is None or not is_python(job.options.command):
+        return None
+    reason = reason_against_template(job.options.command, job.launch.directory, job.environment())
+    if reason:
+        job.warn(f"workers do not fork from the template process, but import torch anew: {reason}")
+        return None
+    template = Template(job)
+    template.start()
+    return template
 
 
 class TemplateError(Exception):
@@ -101,31 +84,11 @@ class ForkedChild:
 class Template:
     """The template process of one host, which is started again when it ends."""
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        directory: str,
-        script_directory: str,
-        modules: Sequence[str],
-        timeout_s: float,
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
-        is_worker: Callable[[int], bool],
-    ) -> None:
-        """``script_directory``: the first entry of the workers' ``sys.path``. ``modules``: of --preload.
-
-        ``timeout_s``: a process that neither answers nor computes for so long is killed.
-
-        ``is_worker``: returns True for the process id of a worker that somebody waits for.
-        """
-        self._environment = environment
-        self._directory = directory
-        self._script_directory = script_directory
-        self._modules = list(dict.fromkeys(modules))
-        self._timeout_s = timeout_s
-        self._log = log
-        self._warn = warn
-        self._is_worker = is_worker
+    def __init__(self, job: HostJob) -> None:
+        """``--heartbeat-timeout``: a process that neither answers nor computes for so long is killed."""
+        self._job = job
+        self._timeout_s = job.options.heartbeat_timeout_s
+        self._modules = list(dict.fromkeys(job.options.preload or ()))
         self._process: _Process | None = None
         self._deaths = 0  # since a worker forked
         self._reason = ""  # why it is not started again
@@ -138,12 +101,14 @@ class Template:
         self._tasks = [asyncio.ensure_future(self._live()), asyncio.ensure_future(reap_orphans(self._is_awaited))]
 
     def _is_awaited(self, pid: int) -> bool:
-        return self._is_worker(pid) or (self._process is not None and self._process.pid == pid)
+        is_worker = any(handle.process.pid == pid for handle in self._job.handles.values())
+        return is_worker or (self._process is not None and self._process.pid == pid)
 
     def _start_process(self) -> None:
-        arguments = (self._script_directory, ",".join(self._modules))
+        job, directory = self._job, self._job.launch.directory
+        arguments = (script_directory(job.options.command, directory), ",".join(self._modules))
         try:
-            self._process = _Process(self._environment, self._directory, arguments, self._log)
+            self._process = _Process(job.environment(), directory, arguments, job.log)
         except OSError as error:
             self._reason = f"could not be started: {error}"
 
@@ -170,7 +135,9 @@ class Template:
     def _leave_out(self, module: str, reason: str) -> None:
         """Let the next process not import this module."""
         self._modules.remove(module)
-        self._warn(f"--preload {module}: {reason}. Workers fork from a template process that does not import {module}")
+        self._job.warn(
+            f"--preload {module}: {reason}. Workers fork from a template process that does not import {module}"
+        )
 
     async def fork(self, request: ForkRequest, stdout: int, stderr: int) -> ForkedChild:
         """Start a worker with these descriptors. Raises TemplateError.
@@ -313,3 +280,27 @@ class _Process:
         self._link.close()
         await asyncio.wait([self._reading], timeout=_DRAIN_TIMEOUT_S)
         self._reading.cancel()
+
+
+# Workers that fork from the template process come to the agent as orphans, so that the agent can wait for them. Other
+# descendants come, too; their exit statuses interest nobody, but unread they would stay zombies.
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parents end (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+async def reap_orphans(is_awaited: Callable[[int], bool]) -> None:
+    """Read the exit statuses of orphans, for ever. ``is_awaited``: returns True for a process that others wait for.
+
+    A child of a finished command may be found here before the command's own wait: only the second look reaps.
+    """
+    before: set[int] = set()
+    while True:
+        await asyncio.sleep(_REAP_INTERVAL_S)
+        ended = {pid for pid in await in_thread(children_that_ended) if not is_awaited(pid)}
+        for pid in ended & before:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        before = ended - before

@@ -1,4 +1,4 @@
-"""An agent's record of one of its workers."""
+"""One worker of an agent: its process, its liveness, and the cause of its end."""
 
 from __future__ import annotations
 
@@ -280,9 +280,6 @@ def _place(number: int) -> Place:
         return Place.BOOT
 
 
-# -------------------------------------------------------------------------------------------------------- worker handle
-
-
 @dataclass(slots=True)
 class WorkerHandle:
     """A slot with its living worker."""
@@ -304,10 +301,6 @@ class WorkerHandle:
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
 
-    def lasting_messages(self, now: float) -> list[messages.Report]:
-        """Return the messages that a new driver needs. READY names the present length of the pause."""
-        return [_aged(body, now - at) for at, body in self.lasting]
-
     def waited_s(self, now: float) -> float | None:
         """Return the seconds for which the worker has waited in a collective call; None: it does not wait."""
         if self.call is None or self.call.waiting_s is None:
@@ -318,8 +311,17 @@ class WorkerHandle:
         """Return the report of its newest collective call, with the present length of the wait."""
         return None if self.call is None else msgspec.structs.replace(self.call, waiting_s=self.waited_s(now))
 
+    def report(self, now: float) -> messages.WorkerReport:
+        """Return the report of this worker for a new driver."""
+        self.liveness.look(now)
+        call = self.call_report(now) if self.call_is_known else None
+        lasting = (*(_aged(body, now - at) for at, body in self.lasting), self.notice, call)
+        found = tuple(body for body in lasting if body is not None)
+        return messages.WorkerReport(self.process.worker, self.process.pid, self.joined, self.liveness.latest, found)
+
 
 def _aged(body: messages.Report, seconds: float) -> messages.Report:
+    """Return a message of a worker for a new driver. READY names the present length of the pause."""
     if not isinstance(body, messages.Ready):
         return body
     return msgspec.structs.replace(body, paused_s=body.paused_s + seconds)

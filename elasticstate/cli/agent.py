@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if given.rack and not is_host_name(given.rack):
         raise OptionError(f"--rack: {given.rack!r}: {RACK_RULE}.")
-    from elasticstate.agent.join import join
+    from elasticstate.agent.agent import join
     from elasticstate.processes import allow_many_descriptors, keep_owner_access
 
     allow_many_descriptors()

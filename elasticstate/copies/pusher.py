@@ -26,18 +26,14 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyFigures
 from elasticstate.errors import CopyError
 
-# --------------------------------------------------------------------------------------------------------------- pusher
-
-
-# ----------------------------------------------------------------------------------------------------------------- rate
-# Limit of the bytes that an agent sends per second, so that training keeps the network.
-
-
 _BURST_S = 0.05  # bytes of this time may be sent at once
 
 
 class Rate:
-    """A token bucket. One thread uses it; any thread may read ``passed_bytes``."""
+    """Limit of the bytes that an agent sends per second: a token bucket.
+
+    One thread uses it; any thread may read ``passed_bytes``.
+    """
 
     def __init__(self, bytes_per_s: float | None, largest_bytes: int) -> None:
         """``bytes_per_s``: None for no limit. ``largest_bytes``: the largest piece to send at once."""
@@ -57,9 +53,6 @@ class Rate:
                 return False
         self.passed_bytes += size_bytes
         return True
-
-
-# --------------------------------------------------------------------------------------------------------------- pusher
 
 
 _LOOK_INTERVAL_S = 0.002

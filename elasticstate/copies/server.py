@@ -23,9 +23,6 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.net.names import LocalPeers
 
-# --------------------------------------------------------------------------------------------------------------- server
-
-
 MAX_UNAUTHENTICATED = 64
 _BACKLOG = 256
 _NO_DESCRIPTOR_PAUSE_S = 0.05

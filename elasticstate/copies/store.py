@@ -32,7 +32,6 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
 
-# ----------------------------------------------------------------------------------------------------------- store file
 # Files of the copy store: mapped, with all their blocks, and used again for later copies.
 #
 # A new file costs more than its content: the kernel allocates and clears each page. So the store keeps the file of a
@@ -421,9 +420,6 @@ class SlotBuffers:
             return None
         generation, tick, layout, length, crc, tag = found
         return Sealed(slot, CommitId(generation, tick), index, layout, length, crc, tag)
-
-
-# ---------------------------------------------------------------------------------------------------------------- store
 
 
 DIRECTORY = "copies"

@@ -1,4 +1,4 @@
-"""Hosts whose agents dial in (``--listen``)."""
+"""The project's own sources of hosts: agents that dial in, a list, a file, a script, an allocation of Slurm."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from elasticstate.options.kinds import parse_host
 from elasticstate.processes import as_command, ask
 from elasticstate.threads import in_thread
 
-# -------------------------------------------------------------------------------------------------------------- sources
-
-
-# -------------------------------------------------------------------------------------------------------------- dial in
-
 
 class DialIn(HostSource):
     """No hosts: the agents that dial in are the hosts, and the driver knows them from their connections."""
@@ -29,10 +24,6 @@ class DialIn(HostSource):
 
     async def hosts(self) -> Hosts:
         return ()
-
-
-# ----------------------------------------------------------------------------------------------------------- host lines
-# Lists of hosts as text: one ``host`` or ``host:slots`` on each line, perhaps followed by ``rack=NAME``.
 
 
 def default_slots(options: Options) -> int:
@@ -60,10 +51,6 @@ def parse_hosts(text: str, default_slots: int) -> Hosts:
     return tuple(found.values())
 
 
-# ------------------------------------------------------------------------------------------------------------ host list
-# A list of hosts that does not change: ``--hosts``, or this machine.
-
-
 class HostList(HostSource):
     """The hosts of ``--hosts``; without the option, this machine with a slot for each worker and spare."""
 
@@ -76,10 +63,6 @@ class HostList(HostSource):
 
     async def hosts(self) -> Hosts:
         return parse_hosts(self._text, self._default_slots)
-
-
-# ------------------------------------------------------------------------------------------------------------- hostfile
-# A file with a list of hosts, which may change while the job runs.
 
 
 class Hostfile(HostSource):
@@ -96,10 +79,6 @@ class Hostfile(HostSource):
         except OSError as error:
             raise DiscoveryFault("failed", f"hostfile {self._path} could not be read: {error.strerror}") from None
         return parse_hosts(text, self._default_slots)
-
-
-# --------------------------------------------------------------------------------------------------------------- script
-# A program that prints a list of hosts.
 
 
 class DiscoveryScript(HostSource):
@@ -136,10 +115,6 @@ async def run_script(command: str, timeout_s: float) -> str:
         output = answer.stderr.strip() or "no output on stderr"
         raise DiscoveryFault("failed", f"{command} {how_it_ended(answer.exit_code)}: {output}")
     return answer.stdout
-
-
-# ---------------------------------------------------------------------------------------------------------------- slurm
-# The nodes of an allocation of Slurm.
 
 
 _INTERVAL_S = 10.0  # each call asks slurmctld, which serves a whole cluster

@@ -1,6 +1,4 @@
-"""Copies in a storage: their names, their manifests, the search for the newest complete one, and the removal of old
-ones.
-"""
+"""Durable copies in a storage: their names and manifests, the removal of old ones, the reading of the newest one."""
 
 from __future__ import annotations
 
@@ -19,12 +17,6 @@ from elasticstate._native import checksum
 from elasticstate.core.ids import CommitId
 from elasticstate.durable.storage import CopyStorage, open_storage
 from elasticstate.private import PlantedFileError
-
-# --------------------------------------------------------------------------------------------------------------- copies
-
-
-# --------------------------------------------------------------------------------------------------------------- copies
-
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -24,9 +24,6 @@ from elasticstate.durable.copies import (
 )
 from elasticstate.durable.storage import Chunk, CopyStorage
 
-# ---------------------------------------------------------------------------------------------------------------- parts
-
-
 _ALIGNMENT_BYTES = 64
 METADATA = "__metadata__"
 _RANDOM, _OBJECTS = "elasticstate.random", "elasticstate.objects"
@@ -104,9 +101,6 @@ def _sharding(text: str, entries: dict[str, Any]) -> str:
     return msgspec.json.encode(offsets).decode()
 
 
-# -------------------------------------------------------------------------------------------------------------- writing
-
-
 def write_part(
     storage: CopyStorage, folder: str, number: int, digest: int, commit: memoryview, progress: Callable[[int], None]
 ) -> Part:
@@ -154,10 +148,6 @@ class _Counted:
             self.bytes += len(chunk)
             self.crc32c = crc32c(chunk, self.crc32c)
             self._progress(len(chunk))
-
-
-# ---------------------------------------------------------------------------------------------------------- part reader
-# PartReader: the bytes of a commit by their offsets in the commit file, from the three files of a part.
 
 
 Ranges = Sequence[tuple[int, memoryview]]

@@ -79,9 +79,6 @@ def open_storage(place: str, owners: Collection[int] | None = ()) -> CopyStorage
     return UrlStorage(place) if is_url(place) else Directory(os.path.realpath(absolute(place)), Files(owners))
 
 
-# ----------------------------------------------------------------------------------------------------------- directory
-
-
 class Files:
     """Operations on files and directories, in directories that other users may write to. A test replaces them by a disk
     that loses power.
@@ -235,8 +232,6 @@ class _DirectorySource:
     def read_at(self, offset: int, size: int) -> bytes:
         return self._files.read_at(self._path, offset, size)
 
-
-# ----------------------------------------------------------------------------------------------------------------- URL
 
 _BLOCK_BYTES = 16 << 20  # of one request; S3 allows 10,000 parts of a file
 

@@ -16,7 +16,6 @@ from elasticstate.errors import OptionError
 from elasticstate.options import Options
 from elasticstate.threads import in_thread
 
-# ------------------------------------------------------------------------------------------------------------ pod watch
 # The present pods of a label selector, kept by a thread that lists and then watches them.
 #
 # The API server ends each watch after some time, and the next one continues from the last version that this one has
@@ -142,9 +141,6 @@ def _text_of(error: Exception) -> str:
         return f"the API server refuses to list pods ({status} {reason}). Give the service account the role for it"
     text = f"{status} {reason}" if status else f"{type(error).__name__}: {error}"
     return f"the pods cannot be listed: {text}"
-
-
-# ----------------------------------------------------------------------------------------------------------------- pods
 
 
 class Pods(HostSource):

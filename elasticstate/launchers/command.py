@@ -17,7 +17,6 @@ from elasticstate.launchers import Launcher
 from elasticstate.net.messages import Launch
 from elasticstate.writing import Writer
 
-# ---------------------------------------------------------------------------------------------------------- early agent
 # Processes that become agents on this machine.
 #
 # elasticrun starts one before it imports the driver's modules, so that driver and agent import at the same time. This
@@ -56,9 +55,6 @@ def _start() -> subprocess.Popen[bytes]:
         cwd=Path(__file__).parents[2],  # first in sys.path: the agent imports this very package
         start_new_session=True,  # Ctrl-C in the terminal is for the driver
     )
-
-
-# -------------------------------------------------------------------------------------------------------------- command
 
 
 SAME_PYTHON = "install it there at this path, or start the agents there with elasticrun agent (see --listen)"

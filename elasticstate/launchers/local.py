@@ -1,4 +1,4 @@
-"""Agents on this machine: children of the driver."""
+"""Agents that no command starts: children of the driver on this machine, and those that dial in."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from elasticstate.net.messages import Launch
 from elasticstate.net.names import is_this_machine
 from elasticstate.options import agent_variable
 from elasticstate.threads import in_thread
-
-# ---------------------------------------------------------------------------------------------------------------- local
 
 
 class LocalLauncher(Launcher):
@@ -84,10 +82,6 @@ class AdoptedAgent:
     async def clear(self) -> None:
         """Send SIGKILL to all processes that its workers have started, even in other sessions."""
         await in_thread(processes.kill_marked, *self._mark)
-
-
-# -------------------------------------------------------------------------------------------------------------- dial in
-# Agents that dial in: somebody else has started them.
 
 
 class DialledIn:

@@ -14,16 +14,16 @@ This process and ``mpirun`` end when the directory has been removed.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elasticstate.log import logger
 from elasticstate.mpi import holder
@@ -31,10 +31,6 @@ from elasticstate.net.control import reason_of
 from elasticstate.net.names import LOCALHOST
 from elasticstate.net.trust import NAME, Trust, read_token
 from elasticstate.options import inherited_environment
-
-if TYPE_CHECKING:
-    from elasticstate.mpi.agent import Pmix
-
 
 # ---------------------------------------------------------------------------------------------------------------- relay
 # TCP connections from one host to another, tunnelled through TLS that only processes of the job can speak.
@@ -150,6 +146,82 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
+# ----------------------------------------------------------------------------------------------------------------- pmix
+# The part of PMIx (pmix-standard.org, version 4) that starts processes, by Open MPI's library, which mpi4py loads.
+
+
+_STRING = 3  # PMIX_STRING
+
+
+class _Proc(ctypes.Structure):
+    _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
+
+
+class _Data(ctypes.Union):
+    _fields_ = (("string", ctypes.c_char_p), ("padding", ctypes.c_byte * 24))
+
+
+class _Value(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint16), ("data", _Data))
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value))
+
+
+class _App(ctypes.Structure):
+    _fields_ = (
+        ("cmd", ctypes.c_char_p),
+        ("argv", ctypes.POINTER(ctypes.c_char_p)),
+        ("env", ctypes.POINTER(ctypes.c_char_p)),
+        ("cwd", ctypes.c_char_p),
+        ("maxprocs", ctypes.c_int),
+        ("info", ctypes.POINTER(_Info)),
+        ("ninfo", ctypes.c_size_t),
+    )
+
+
+class Pmix:
+    """Client of the PMIx server that has started this process. Raises RuntimeError with PMIx's error number."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libpmix.so.2")
+        me = _Proc()
+        self._check("PMIx_Init", self._library.PMIx_Init(ctypes.byref(me), None, 0))
+
+    def spawn(self, commands: Sequence[tuple[Sequence[str], str]]) -> None:
+        """Start a job of one process for each command: (words, working directory).
+
+        The job continues when it loses processes, and PMIx notifies the other processes of each loss.
+        """
+        job = _infos([("pmix.pers", "ompi5"), ("pmix.runopt", "notifyerrors,recoverable")])
+        made = [_app(*command) for command in commands]  # keeps the objects alive that the copies point to
+        apps = (_App * len(made))(*made)
+        name = ctypes.create_string_buffer(256)
+        self._check("PMIx_Spawn", self._library.PMIx_Spawn(job, len(job), apps, len(apps), name))
+
+    def _check(self, name: str, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"{name} failed: PMIx error {ctypes.c_int(status).value}")
+
+
+def _app(words: Sequence[str], directory: str) -> _App:
+    # No infos: the library treats an empty array as one without an end.
+    return _App(words[0].encode(), _strings(words), _strings(()), directory.encode(), 1)
+
+
+def _infos(pairs: Sequence[tuple[str, str]]) -> ctypes.Array[_Info]:
+    infos = (_Info * len(pairs))()
+    for info, (key, value) in zip(infos, pairs, strict=True):
+        info.key = key.encode()
+        info.value.type, info.value.data.string = _STRING, value.encode()
+    return infos
+
+
+def _strings(words: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * (len(words) + 1))(*(word.encode() for word in words), None)
+
+
 # --------------------------------------------------------------------------------------------------------------- broker
 
 
@@ -169,8 +241,6 @@ def main() -> None:
 
     mpi4py.rc.initialize = False
     from mpi4py import MPI  # noqa: F401 (loads the library that PMIx comes with)
-
-    from elasticstate.mpi.agent import Pmix
 
     asyncio.run(_serve(Path(sys.argv[1]), float(sys.argv[2]), Pmix()))
     os.kill(os.getppid(), signal.SIGKILL)

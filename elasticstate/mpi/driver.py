@@ -247,9 +247,6 @@ def _command(pid: int) -> str:
         return ""
 
 
-# --------------------------------------------------------------------------------------------------------------- driver
-
-
 @dataclass
 class _ReturningHost:
     """A host that has reconnected, with workers that are dead for MPI. Its messages wait until these have ended."""

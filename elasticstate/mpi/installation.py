@@ -27,9 +27,6 @@ from elasticstate.errors import OptionError
 from elasticstate.exit_status import how_it_ended
 from elasticstate.options import inherited_environment, temporary_directory
 
-# --------------------------------------------------------------------------------------------------------- installation
-
-
 INSTALL = "pip install 'elasticstate[mpi]'"
 """Remedy for most missing parts."""
 
@@ -225,10 +222,6 @@ def _merged(text: str) -> dict[str, Any]:
         if isinstance(fact, dict):
             facts |= fact
     return facts
-
-
-# ---------------------------------------------------------------------------------------------------------------- check
-# Report lines of ``elasticrun --check`` for MPI, from the search in installation.py.
 
 
 async def search_for_mpi(timeout_s: float) -> BackendFindings:

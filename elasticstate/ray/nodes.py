@@ -1,4 +1,4 @@
-"""The nodes of a cluster of Ray as hosts."""
+"""The nodes of a cluster of Ray as hosts. The functions block: call them in a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
 from elasticstate.threads import in_thread
-
-# -------------------------------------------------------------------------------------------------------------- cluster
-# Connection to a cluster of Ray, and the nodes there. All functions block: call them in a thread.
-
 
 _PREFIX = "ray-"
 _connecting = threading.Lock()
@@ -74,9 +70,6 @@ def request(workers: int, kind: str) -> None:
     from ray.autoscaler.sdk import request_resources  # type: ignore[import-not-found,unused-ignore]
 
     request_resources(bundles=[{kind: 1}] * workers)
-
-
-# ---------------------------------------------------------------------------------------------------------------- nodes
 
 
 class RayNodes(HostSource):

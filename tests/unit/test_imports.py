@@ -149,7 +149,7 @@ def test_a_library_that_is_not_always_there_is_imported_only_for_its_purpose(sou
 
 
 def test_a_job_that_asks_for_none_of_these_libraries_imports_none() -> None:
-    program = "import sys, elasticstate.cli, elasticstate.driver.driver, elasticstate.agent.join\n"
+    program = "import sys, elasticstate.cli, elasticstate.driver.driver, elasticstate.agent.agent\n"
     program += f"assert not {{*sys.modules}} & {set(ONLY_IN)}, {{*sys.modules}} & {set(ONLY_IN)}"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

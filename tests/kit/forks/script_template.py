@@ -26,7 +26,7 @@ import forked_job  # noqa: E402
 from elasticstate.options import replace_environment  # noqa: E402
 from elasticstate.worker.template import MODULES  # noqa: E402
 
-OF_JOBS = ("elasticstate.driver.driver", "elasticstate.agent.join", "elasticstate.cli.run")  # they fork from it, too
+OF_JOBS = ("elasticstate.driver.driver", "elasticstate.agent.agent", "elasticstate.cli.run")  # they fork from it, too
 for name in (*MODULES, "torch._dynamo", *OF_JOBS):
     importlib.import_module(name)
 

@@ -25,7 +25,7 @@ NOBODY = Options(command=("train",), np=1, min_np=1)
 
 
 class HostReports:
-    """Facts that the agents of a job keep for the next driver (agent/workers.py)."""
+    """Facts that the agents of a job keep for the next driver (agent/agent.py)."""
 
     def __init__(self) -> None:
         self.exits: dict[str, list[t.WorkerExited]] = {}  # by host: since it received a world

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from elasticstate._native import ControlPage
-from elasticstate.agent import copies
-from elasticstate.agent.copies import (
+from elasticstate.agent import staging
+from elasticstate.agent.staging import (
     NoCommitError,
     Staged,
     StagingSlot,
@@ -93,7 +93,7 @@ def content(staged: Staged) -> set[float]:
         for offset, size in staged.places:
             file.seek(offset)
             data = file.read(size)
-            found = copies.cut(memoryview(data))
+            found = staging.cut(memoryview(data))
             weight = torch.frombuffer(bytearray(data[found.tensors : found.objects]), dtype=torch.float32)
             values.update(weight.tolist())
     return values
@@ -102,7 +102,7 @@ def content(staged: Staged) -> set[float]:
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int) -> list[int]:
     """Act in the middle of each copy, at most so often. Return the list of the copies, which grows."""
     lengths: list[int] = []
-    plain = copies._copy
+    plain = staging._copy
 
     def copy(source: int, target: int, offset: int, length: int) -> None:
         plain(source, target, offset, length // 2)
@@ -111,7 +111,7 @@ def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], time
         lengths.append(length)
         plain(source, target, offset, length)
 
-    monkeypatch.setattr(copies, "_copy", copy)
+    monkeypatch.setattr(staging, "_copy", copy)
     return lengths
 
 

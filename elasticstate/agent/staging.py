@@ -1,8 +1,15 @@
-"""The copies of an agent's host (copies/pusher.py), with callbacks on the agent's event loop."""
+"""Staging: consistent copies of slots' commits, made while their workers train on.
+
+A worker overwrites the older of its two buffers with each commit. So a copy is whole if the buffer has the same
+seal before and after it, and the checksum of the copy is that of the seal.
+
+The workers of a sharded job hold different parts of one commit. An order for it names the *first commit from* an id
+on, which all workers seal at the same tick. If they commit often, this id is still to come, and the copies begin at
+the seals.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import mmap
 import os
@@ -10,83 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from elasticstate._native import ControlPage
-from elasticstate.agent.storage import HostStorage
 from elasticstate.commits import commit_tag, grow, part_tag
-from elasticstate.copies.pusher import HostCopies
-from elasticstate.copies.server import Notify, NotifyDropped
 from elasticstate.copies.store import Source
 from elasticstate.core.ids import CommitId
 from elasticstate.durable.copies import crc32c
 from elasticstate.durable.parts import cut
 from elasticstate.net.messages import Place
 from elasticstate.private import make_file
-
-# ---------------------------------------------------------------------------------------------------------- host copies
-
-
-def open_copies(
-    storage: HostStorage,
-    job_id: str,
-    host: str,
-    key: bytes,
-    address: str,
-    timeout_s: float,
-    rate_bytes_per_s: int | None,
-    on_kept: Notify,
-    on_dropped: NotifyDropped,
-    on_damaged: Notify,
-    log: Callable[[str], None],
-) -> HostCopies:
-    """Adopt the copies that this host keeps, and serve them at ``address``, at any port. Raises OSError.
-
-    Call it on the event loop: the callbacks run there.
-    """
-    loop = asyncio.get_running_loop()
-
-    def on_loop(callback: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(partial(callback, *arguments))
-
-        return call
-
-    copies = HostCopies(
-        host=host,
-        job_id=job_id,
-        key=key,
-        directory=storage.directory.fd,
-        slots=storage.slots(),
-        timeout_s=timeout_s,
-        on_kept=on_loop(on_kept),
-        on_dropped=on_loop(on_dropped),
-        on_damaged=on_loop(on_damaged),
-        log=on_loop(log),
-        rate_bytes_per_s=rate_bytes_per_s,
-    )
-    try:
-        copies.start(address)
-    except BaseException:
-        copies.close()
-        raise
-    return copies
-
-
-# -------------------------------------------------------------------------------------------------------------- staging
-# Staging: consistent copies of slots' commits, made while their workers train on.
-#
-# A worker overwrites the older of its two buffers with each commit. So a copy is whole if the buffer has the same
-# seal before and after it, and the checksum of the copy is that of the seal.
-#
-# The workers of a sharded job hold different parts of one commit. An order for it names the *first commit from* an id
-# on, which all workers seal at the same tick. If they commit often, this id is still to come, and the copies begin at
-# the seals.
-
 
 _FILE = "durable.part"
 _ATTEMPTS = 8
