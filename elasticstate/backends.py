@@ -42,8 +42,8 @@ BACKENDS = {
     "gloo": BackendParts(worker="elasticstate.worker.contexts.gloo:GlooBackend"),
     "mpi": BackendParts(
         worker="elasticstate.mpi.worker:MpiBackend",
-        driver="elasticstate.mpi.driver:MpiDriver",
-        agent="elasticstate.mpi.agent:MpiAgent",
+        driver="elasticstate.mpi.driver_part:MpiDriver",
+        agent="elasticstate.mpi.agent_part:MpiAgent",
         check="elasticstate.mpi.installation:search_for_mpi",
     ),
 }

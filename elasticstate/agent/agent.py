@@ -30,18 +30,17 @@ from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.files import JobPlace, clean_regularly
 from elasticstate.agent.host_job import HostJob
-from elasticstate.agent.output import Outputs
+from elasticstate.agent.host_storage import HostStorage, StorageAllocator
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.preemption import PreemptionWatch
-from elasticstate.agent.storage import HostStorage, StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.supply import Supply
-from elasticstate.agent.template import Template, start_template
+from elasticstate.agent.template_process import Template, start_template
 from elasticstate.agent.worker import WorkerHandle, sealed_commits
+from elasticstate.agent.worker_output import Outputs
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
-from elasticstate.copies.pusher import HostCopies, Target, Targets
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
@@ -52,6 +51,7 @@ from elasticstate.net.control import Refused
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.messages import Launch
 from elasticstate.net.trust import read_token
+from elasticstate.replicas.pusher import HostReplicas, Target, Targets
 from elasticstate.threads import in_thread
 from elasticstate.writing import BLOCKED_S
 
@@ -200,7 +200,7 @@ class Service:
         self._ended = 0  # newest generation that was ended at once, not at a tick
         self._socket.open()
 
-    def _open_copies(self) -> HostCopies:
+    def _open_copies(self) -> HostReplicas:
         """Take over the copies that this host keeps, and serve them. Raises OSError."""
         job, loop = self._job, asyncio.get_running_loop()
 
@@ -211,7 +211,7 @@ class Service:
         def send(message: Callable[..., messages.FromAgent], *fields: object) -> None:
             on_loop(job.driver.send, message(*fields))
 
-        copies = HostCopies(
+        copies = HostReplicas(
             host=job.launch.host,
             job_id=job.spec.job_id,
             key=job.key,

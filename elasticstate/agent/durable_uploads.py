@@ -19,6 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from elasticstate.agent.host_job import HostJob
+from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.staging import (
     NoCommitError,
     Staged,
@@ -26,12 +27,10 @@ from elasticstate.agent.staging import (
     TornError,
     stage,
 )
-from elasticstate.agent.storage import HostStorage
 from elasticstate.agent.worker import start_command
 from elasticstate.commits import owner_of
-from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.durable.copies import (
+from elasticstate.durable.stored_copies import (
     ABSENT,
     BUSY,
     HUNG,
@@ -51,6 +50,7 @@ from elasticstate.net.messages import (
     SaveDurable,
 )
 from elasticstate.processes import ended, kill_session
+from elasticstate.replicas.store import ReplicaStore
 from elasticstate.threads import in_thread
 
 _PROGRAM = "elasticstate.durable.upload"
@@ -64,7 +64,7 @@ Order = SaveDurable | CompleteDurable
 class DurableUploads:
     """Uploads of one agent."""
 
-    def __init__(self, job: HostJob, storage: HostStorage, copies: CopyStore) -> None:
+    def __init__(self, job: HostJob, storage: HostStorage, copies: ReplicaStore) -> None:
         self._job = job
         self._storage = storage
         self._copies = copies
@@ -264,7 +264,7 @@ class DurableUploads:
 
 
 class _NotStagedError(Exception):
-    """Commits could not be staged. ``kind``: see durable/copies.py."""
+    """Commits could not be staged. ``kind``: see durable/stored_copies.py."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)

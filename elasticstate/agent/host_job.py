@@ -9,8 +9,8 @@ from typing import Any
 
 from elasticstate.agent.connection import DriverConnection
 from elasticstate.agent.files import JobPlace, keep_s
-from elasticstate.agent.output import Outputs
 from elasticstate.agent.worker import WorkerHandle, environment_of_workers
+from elasticstate.agent.worker_output import Outputs
 from elasticstate.commits import CommitDirectory
 from elasticstate.core.ids import WorkerId
 from elasticstate.net.messages import AgentWarning, JobSpec, Launch

@@ -23,12 +23,12 @@ from typing import Any
 
 from elasticstate._native import ControlPage
 from elasticstate.commits import commit_tag, grow, part_tag
-from elasticstate.copies.store import Source
 from elasticstate.core.ids import CommitId
-from elasticstate.durable.copies import crc32c
 from elasticstate.durable.parts import cut
+from elasticstate.durable.stored_copies import crc32c
 from elasticstate.net.messages import Place
 from elasticstate.private import make_file
+from elasticstate.replicas.store import Source
 
 _FILE = "durable.part"
 _ATTEMPTS = 8

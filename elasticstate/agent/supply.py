@@ -1,6 +1,6 @@
 """Supply: gives the workers of a host the files of their slots and the job's key, and the driver their results.
 
-If the files lose their names while the job runs, the agent moves the slots to new files (see agent/storage.py).
+If the files lose their names while the job runs, the agent moves the slots to new files (see agent/host_storage.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import suppress
 from functools import partial
 
 from elasticstate.agent.host_job import HostJob
-from elasticstate.agent.storage import HostStorage
+from elasticstate.agent.host_storage import HostStorage
 from elasticstate.commits import RESULT_HEAD_BYTES, result_hasher
-from elasticstate.copies.pusher import HostCopies
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket, WorkerConnection
+from elasticstate.replicas.pusher import HostReplicas
 from elasticstate.threads import in_thread
 
 _REMEDY = (
@@ -33,7 +33,7 @@ _LOOK_INTERVAL_S = 0.25
 class Supply:
     """Gives workers their files."""
 
-    def __init__(self, job: HostJob, storage: HostStorage, copies: HostCopies) -> None:
+    def __init__(self, job: HostJob, storage: HostStorage, copies: HostReplicas) -> None:
         self._job = job
         self._storage = storage
         self._copies = copies

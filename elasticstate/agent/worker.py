@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from elasticstate import tracebacks
 from elasticstate._native import ControlPage
 from elasticstate.agent import exec_shim
-from elasticstate.agent.output import Audience, Pump
+from elasticstate.agent.worker_output import Audience, Pump
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import CallReport
 from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY

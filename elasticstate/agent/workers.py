@@ -13,11 +13,10 @@ from pathlib import Path
 from elasticstate import commits, tracebacks
 from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
-from elasticstate.agent.output import Audience
+from elasticstate.agent.host_storage import HostStorage, StorageAllocator
 from elasticstate.agent.python_command import for_new_process
-from elasticstate.agent.storage import HostStorage, StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
-from elasticstate.agent.template import Template, TemplateError
+from elasticstate.agent.template_process import Template, TemplateError
 from elasticstate.agent.worker import (
     Child,
     Liveness,
@@ -27,6 +26,7 @@ from elasticstate.agent.worker import (
     count_oom_kills,
     start_command,
 )
+from elasticstate.agent.worker_output import Audience
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import PlainPlace
 from elasticstate.errors import CommitStorageError

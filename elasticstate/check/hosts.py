@@ -18,7 +18,7 @@ from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
-from elasticstate.launchers.local import LocalLauncher
+from elasticstate.launchers.local_launcher import LocalLauncher
 from elasticstate.machine import version
 from elasticstate.net.names import (
     address_towards,

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elasticstate.cli.parser import CommandParser
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import absolute, is_url, refuse
+from elasticstate.durable.export import NothingToExportError, export
+from elasticstate.durable.stored_copies import (
     DamagedCopyError,
     Manifest,
     StorageHangsError,
@@ -16,8 +18,6 @@ from elasticstate.durable.copies import (
     failure_of,
     milliseconds_of,
 )
-from elasticstate.durable.export import NothingToExportError, export
-from elasticstate.durable.storage import absolute, is_url, refuse
 from elasticstate.errors import OptionError
 from elasticstate.machine import format_bytes
 from elasticstate.terminal import complain, printable

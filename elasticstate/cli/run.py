@@ -48,7 +48,7 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
 
     from elasticstate.backends import driver_part
     from elasticstate.driver.driver import Driver
-    from elasticstate.durable.storage import refuse
+    from elasticstate.durable.durable_storage import refuse
 
     if not must_reattach:
         driver_part(options.backend).require_installation(options.start_timeout_s)

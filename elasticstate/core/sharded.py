@@ -282,7 +282,7 @@ def _ring(racks: Mapping[str, str]) -> list[str]:
 #
 # Workers may commit so often that the last reports of all slots have no commit in common, or that the agents find a
 # commit overwritten. Then the next attempt names a commit that is still to come: the agents wait for its seals, and
-# copy it at once, while the workers wait with the commit that would overwrite it (see copies/pusher.py). It may never
+# copy it at once, while the workers wait with the commit that would overwrite it (see replicas/pusher.py). It may never
 # come, because training pauses, so agents keep copies of the newest commit that all have sealed.
 
 

@@ -23,7 +23,7 @@ from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AgentProcess, HostLaunchers
-from elasticstate.launchers.local import AdoptedAgent, DialledIn
+from elasticstate.launchers.local_launcher import AdoptedAgent, DialledIn
 from elasticstate.machine import version
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer, Owner

@@ -23,7 +23,7 @@ from elasticstate.core.state import Over, Running, Worker
 from elasticstate.core.step import Membership
 from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
 from elasticstate.driver.job import JobState, Journal
-from elasticstate.durable.copies import (
+from elasticstate.durable.stored_copies import (
     HOST,
     LOST,
     MISSED,
@@ -231,7 +231,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why an attempt has saved nothing. ``kind``: see durable/copies.py."""
+    """Why an attempt has saved nothing. ``kind``: see durable/stored_copies.py."""
 
     kind: str
     reason: str

@@ -13,6 +13,6 @@ A copy without a valid manifest is not complete, and nobody reads it. Head, tens
 of a commit file (state/layout.py), in this order. A replicated state has one part. A sharded state has one part for
 each distinct shard digest.
 
-The agent of a host stages a commit and starts a process that uploads it (upload.py). Workers read copies (copies.py)
-when no worker holds a commit. Nothing here imports torch.
+The agent of a host stages a commit and starts a process that uploads it (upload.py). Workers read copies
+(stored_copies.py) when no worker holds a commit. Nothing here imports torch.
 """

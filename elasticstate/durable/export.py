@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.durable.copies import DamagedCopyError, Manifest, Part, StoredCopies
 from elasticstate.durable.parts import (
     METADATA,
     OWN,
     SHARDING,
     TiedNotes,
 )
+from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, Part, StoredCopies
 from elasticstate.private import make_file
 
 _ALIGNMENT_BYTES = 64

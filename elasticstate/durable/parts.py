@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import Chunk, DurableStorage
+from elasticstate.durable.stored_copies import (
     BLOCK_BYTES,
     DamagedCopyError,
     File,
@@ -22,7 +23,6 @@ from elasticstate.durable.copies import (
     StoredCopies,
     crc32c,
 )
-from elasticstate.durable.storage import Chunk, CopyStorage
 
 _ALIGNMENT_BYTES = 64
 METADATA = "__metadata__"
@@ -102,7 +102,7 @@ def _sharding(text: str, entries: dict[str, Any]) -> str:
 
 
 def write_part(
-    storage: CopyStorage, folder: str, number: int, digest: int, commit: memoryview, progress: Callable[[int], None]
+    storage: DurableStorage, folder: str, number: int, digest: int, commit: memoryview, progress: Callable[[int], None]
 ) -> Part:
     """Write the files of a commit. ``progress`` gets the number of bytes after each chunk.
 

@@ -17,7 +17,9 @@ from contextlib import suppress
 import msgspec
 
 from elasticstate.core.ids import CommitId
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import DurableStorage, open_storage
+from elasticstate.durable.parts import cut, write_part
+from elasticstate.durable.stored_copies import (
     MANIFEST,
     VERSION,
     DamagedCopyError,
@@ -32,8 +34,6 @@ from elasticstate.durable.copies import (
     remove_incomplete,
     remove_old,
 )
-from elasticstate.durable.parts import cut, write_part
-from elasticstate.durable.storage import CopyStorage, open_storage
 
 _PROGRESS_INTERVAL_S = 0.5
 _NICENESS = 10  # training has precedence
@@ -78,7 +78,9 @@ class UploadMessage(msgspec.Struct, frozen=True):
     warning: str = ""
 
 
-def upload(order: UploadOrder, staged: memoryview, storage: CopyStorage, send: Callable[[UploadMessage], None]) -> None:
+def upload(
+    order: UploadOrder, staged: memoryview, storage: DurableStorage, send: Callable[[UploadMessage], None]
+) -> None:
     """Save the staged parts, and complete the copy if it has no others. A copy that fails is removed.
 
     Raises errors of the storage, ValueError for a commit that is none, ShardedCommitError, or DamagedCopyError if parts
@@ -112,7 +114,7 @@ def _tried(remove: Callable[[], None]) -> str:
 def _save(
     order: UploadOrder,
     staged: memoryview,
-    storage: CopyStorage,
+    storage: DurableStorage,
     send: Callable[[UploadMessage], None],
     completes: bool,
 ) -> UploadMessage:
@@ -143,7 +145,7 @@ def _save(
     return UploadMessage(manifest.size_bytes, is_saved=True)
 
 
-def _lost(storage: CopyStorage, order: UploadOrder) -> str:
+def _lost(storage: DurableStorage, order: UploadOrder) -> str:
     """Return what is wrong with the newest copy that this job has saved before; "" if it is complete."""
     if not order.earlier:
         return ""

@@ -22,10 +22,10 @@ from elasticstate.plug_ins import plug_in
 
 GROUP = "elasticstate.launchers"
 LAUNCHERS = {
-    "local": "elasticstate.launchers.local:LocalLauncher",
+    "local": "elasticstate.launchers.local_launcher:LocalLauncher",
     "ssh": "elasticstate.launchers.ssh:SshLauncher",
-    "slurm": "elasticstate.launchers.slurm:SrunLauncher",
-    "ray": "elasticstate.ray.agents:RayLauncher",
+    "slurm": "elasticstate.launchers.slurm_launcher:SrunLauncher",
+    "ray": "elasticstate.ray.ray_launcher:RayLauncher",
 }
 """The project's own launchers."""
 

@@ -36,7 +36,7 @@ AS_ROOT = {f"{program}_ALLOW_RUN_AS_ROOT{sure}": "1" for program in ("OMPI", "PR
 ULFM_OPTIONS = ("--with-ft", "ulfm")
 """Options of mpirun: if one process dies, mpirun does not end the others."""
 
-_PROBE = ("-m", "elasticstate.mpi.probe")
+_PROBE = ("-m", "elasticstate.mpi.mpi_probe")
 _OURS = str(Path(__file__).parents[2])  # first in the path of a probe, so that the probe is part of this package
 
 

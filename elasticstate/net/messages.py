@@ -207,7 +207,7 @@ class Storage(Message, frozen=True):
     key: bytes
     has_call: bool
     slot: int = -1  # of the files, if another slot was requested
-    content: tuple[int, int, int] | None = None  # identity of a kept copy's bytes (copies.sealed.Sealed)
+    content: tuple[int, int, int] | None = None  # identity of a kept copy's bytes (replicas.store.Sealed)
 
 
 ToWorkerBody = (
@@ -269,7 +269,7 @@ class DurableSaved(Message, frozen=True):
 
 
 class DurableFailed(Message, frozen=True):
-    """A durable copy could not be saved: another answer to these. ``kind``: see durable/copies.py."""
+    """A durable copy could not be saved: another answer to these. ``kind``: see durable/stored_copies.py."""
 
     folder: str
     kind: str

@@ -367,7 +367,7 @@ class Buffer:
         return self._header_checksum
 
     def _wait_for_copy(self) -> None:
-        """Wait while the agent copies this buffer for other hosts (see copies/pusher.py): as long as a copy in memory
+        """Wait while the agent copies this buffer for other hosts (see replicas/pusher.py): as long as a copy in memory
         takes, and at most until the time that the agent has set."""
         while time.monotonic_ns() < self._storage.page.pinned_until(self.index):
             time.sleep(_LOOK_INTERVAL_S)

@@ -14,7 +14,8 @@ import msgspec
 
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import DurableSource
-from elasticstate.durable.copies import (
+from elasticstate.durable.parts import PartReader
+from elasticstate.durable.stored_copies import (
     DamagedCopyError,
     IncompleteCopyError,
     Manifest,
@@ -22,7 +23,6 @@ from elasticstate.durable.copies import (
     StoredCopies,
     UntrustedCopyError,
 )
-from elasticstate.durable.parts import PartReader
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.private import PlantedFileError

@@ -28,8 +28,8 @@ from elasticstate.compat import dtensors
 from elasticstate.compat.dtensors import Split
 from elasticstate.core.ids import SlotId
 from elasticstate.core.types import CopyOf, ShardSource, listed
-from elasticstate.durable.copies import DamagedCopyError, Manifest, StoredCopies
 from elasticstate.durable.parts import PartReader
+from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, StoredCopies
 from elasticstate.errors import CollectiveError, CopyError, StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.buffer import LENGTH_BYTES, Buffer, dtype_name

@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate._native import ControlPage
-from elasticstate.copies.client import CopyClient
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import ShardSource
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
 from elasticstate.net.messages import WorldView
+from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
-from elasticstate.worker.storage import LocalCopies
+from elasticstate.worker.storage import LocalReplicas
 
 _LOOK_INTERVAL_S = 0.05
 _CUT = "the collectives of this world were cut, so this step was not trained on all ranks"
@@ -39,7 +39,7 @@ class WorkerSession:
         key: Callable[[], bytes],
         share: Callable[[SlotId, CommitId], tuple[int, tuple[int, int, int]] | None],
     ) -> None:
-        """``key``: returns the job's key for commit tags, when the storage is open. ``share``: see LocalCopies."""
+        """``key``: returns the job's key for commit tags, when the storage is open. ``share``: see LocalReplicas."""
         self._sentinel = sentinel
         self._page = page
         self._key = key
@@ -170,13 +170,13 @@ class WorkerSession:
 
     def copy_reader(self) -> CopyReader:
         addresses = {source.copy.host: address for source, address in self.view.sources}
-        client = CopyClient(addresses, self._key(), _SILENCE_S)
+        client = ReplicaClient(addresses, self._key(), _SILENCE_S)
         watch = threading.Thread(target=self._close_at_end, args=(client, self.generation), daemon=True)
         watch.start()
         host = self.worker_key.rpartition("#")[0].rpartition(":")[0]
-        return LocalCopies(client, host, self._share)
+        return LocalReplicas(client, host, self._share)
 
-    def _close_at_end(self, client: CopyClient, generation: int) -> None:
+    def _close_at_end(self, client: ReplicaClient, generation: int) -> None:
         """End the reads of a world that is over: a lost host is silent, and the next world has other copies."""
         while not client.closed.wait(_LOOK_INTERVAL_S):
             if self.has_ended(generation):

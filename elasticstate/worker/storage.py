@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from elasticstate._native import ControlPage, FileMap
-from elasticstate.copies.client import CopyClient
-from elasticstate.copies.store import Sealed
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyOf
 from elasticstate.errors import CommitStorageError, CopyError
 from elasticstate.net.link import Given, StorageLink
 from elasticstate.net.messages import BufferGrown, GrowBuffer
+from elasticstate.replicas.client import ReplicaClient
+from elasticstate.replicas.store import Sealed
 from elasticstate.state.peer import PeerStorage
 from elasticstate.state.reshard import copy_ranges
 
@@ -85,7 +85,7 @@ class HostPeers:
 # Copies that the worker's own host keeps: their bytes are read from the memory of the host, without its server.
 
 
-class LocalCopies:
+class LocalReplicas:
     """Reader of all copies (see state.reshard.CopyReader). ``close`` also closes the client.
 
     The copy server verifies a copy when it is opened. Only then this reader maps the file, and only if the file has the
@@ -94,7 +94,7 @@ class LocalCopies:
 
     def __init__(
         self,
-        client: CopyClient,
+        client: ReplicaClient,
         host: str,
         share: Callable[[SlotId, CommitId], tuple[int, tuple[int, int, int]] | None],
     ) -> None:

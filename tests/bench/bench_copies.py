@@ -26,10 +26,10 @@ from statistics import median
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from elasticstate.copies.client import CopyClient  # noqa: E402
-from elasticstate.copies.pusher import Target  # noqa: E402
 from elasticstate.core.ids import CommitId, SlotId  # noqa: E402
 from elasticstate.core.types import CopyOf  # noqa: E402
+from elasticstate.replicas.client import ReplicaClient  # noqa: E402
+from elasticstate.replicas.pusher import Target  # noqa: E402
 from tests.kit.commits import KEY, Host  # noqa: E402
 
 MB = 1 << 20
@@ -45,7 +45,7 @@ def target(directory: str, source: str, size: int) -> None:
     slot = SlotId("source", 0)
     target = bytearray(size)
     piece = memoryview(bytearray(PIECE))
-    with Host("target", Path(directory)) as host, CopyClient({"source": source}, KEY, 60.0) as client:
+    with Host("target", Path(directory)) as host, ReplicaClient({"source": source}, KEY, 60.0) as client:
         print(host.address, listener.getsockname()[1], flush=True)
         for line in sys.stdin:
             command, *numbers = line.split()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from elasticstate.mpi.driver import Applicant, Mpirun
+from elasticstate.mpi.driver_part import Applicant, Mpirun
 from elasticstate.private import open_directory, write_file
 from elasticstate.worker.contexts.nccl import torch_name
 from tests.kit.forks import Template

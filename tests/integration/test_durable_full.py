@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.durable.copies import MANIFEST
+from elasticstate.durable.stored_copies import MANIFEST
 from tests.kit.job import Job, Line
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root")

@@ -19,7 +19,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from elasticstate.durable.copies import MANIFEST, milliseconds_of
+from elasticstate.durable.stored_copies import MANIFEST, milliseconds_of
 from tests.kit.durable_job import FAST, damage, processes_of, saved, wait_for_copies
 from tests.kit.job import Job, Line
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticstate.mpi.driver import Applicant, Mpirun
+from elasticstate.mpi.driver_part import Applicant, Mpirun
 from elasticstate.net.trust import make_token
 from tests.kit.job import Hosts, Job
 from tests.kit.series import (

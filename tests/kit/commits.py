@@ -12,9 +12,9 @@ from types import TracebackType
 
 from elasticstate._native import ControlPage, checksum
 from elasticstate.commits import commit_tag, owner_of, part_tag
-from elasticstate.copies.pusher import HostCopies, Target
-from elasticstate.copies.store import CopyStore, Sealed, layout_digest
 from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.replicas.pusher import HostReplicas, Target
+from elasticstate.replicas.store import ReplicaStore, Sealed, layout_digest
 
 KEY = b"k" * 32
 JOB = "job"
@@ -53,7 +53,7 @@ def seal_of(slot: SlotId, commit: CommitId, data: bytes, length: int, index: int
     return Sealed(slot, commit, index, layout_digest(header), length, crc, tag)
 
 
-def put(store: CopyStore, slot: SlotId, commit: CommitId, tensors: bytes, most_bytes: int | None = None) -> bytes:
+def put(store: ReplicaStore, slot: SlotId, commit: CommitId, tensors: bytes, most_bytes: int | None = None) -> bytes:
     """Put a copy into the store, or only its first bytes. Return the sealed bytes."""
     data, length = content(tensors)
     incoming = store.begin(seal_of(slot, commit, data, length), len(data))
@@ -110,7 +110,7 @@ class Host:
         self.log: list[str] = []
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            self.copies = HostCopies(
+            self.copies = HostReplicas(
                 host=name,
                 job_id=JOB,
                 key=key,

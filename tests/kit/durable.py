@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elasticstate.core.ids import CommitId
-from elasticstate.durable.copies import copy_name
+from elasticstate.durable.stored_copies import copy_name
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
 from elasticstate.state.buffer import PrivateStorage
 from elasticstate.state.snapshot import Snapshot

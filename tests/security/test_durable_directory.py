@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from elasticstate import private
 from elasticstate.cli import main
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import open_storage
+from elasticstate.durable.stored_copies import (
     MANIFEST,
     DamagedCopyError,
     UntrustedCopyError,
@@ -31,7 +32,6 @@ from elasticstate.durable.copies import (
     read_manifest,
     remove_old,
 )
-from elasticstate.durable.storage import open_storage
 from elasticstate.durable.upload import StagedPart, upload
 from elasticstate.private import PlantedFileError
 from tests.kit.durable import Sent, commit_of, order, shard_file

@@ -32,7 +32,7 @@ KNOWN = {
     "mpi.worker": {"worker"},
 }
 WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "state", "worker", *LIBRARIES}
-WITH_SOCKETS = {"copies", "net", "mpi.broker"}
+WITH_SOCKETS = {"replicas", "net", "mpi.broker"}
 SOCKETS = {"socket", "socketserver", "ssl", "http", "urllib"}
 WITH_ENVIRONMENT = {"options", "mpi.holder"}
 ONLY_IN = {  # libraries that an option or a command needs: they are imported only for it
@@ -155,7 +155,7 @@ def test_a_job_that_asks_for_none_of_these_libraries_imports_none() -> None:
 
 
 @of_each()
-def test_sockets_are_opened_only_in_net_and_copies(source: Path) -> None:
+def test_sockets_are_opened_only_in_net_and_replicas(source: Path) -> None:
     if not is_in(name(source), WITH_SOCKETS):
         assert not SOCKETS.intersection(imported.split(".")[0] for imported in imports(source))
 

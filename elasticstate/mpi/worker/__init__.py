@@ -1,10 +1,8 @@
 """Part of the MPI backend in a worker.
 
-* ``context.py``: the groups of a generation
-* ``world.py``: the communicator of a world, built from that of the last one
-* ``world.py``: the identity of a process for MPI
-* ``group.py``: torch's collectives as MPI calls
-* ``group.py``: running operations
+* ``mpi_context.py``: the groups of a generation
+* ``world_builder.py``: the identity of a process for MPI; the communicator of a world, built from that of the last one
+* ``group.py``: torch's collectives as MPI calls, and running operations
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticstate.errors import UsageError
-from elasticstate.mpi.driver import Applicant, IdentityRequest, as_request
-from elasticstate.mpi.worker.context import MpiContext
+from elasticstate.mpi.driver_part import Applicant, IdentityRequest, as_request
 from elasticstate.mpi.worker.library import MPI
-from elasticstate.mpi.worker.world import WorldBuilder, forget_identity
+from elasticstate.mpi.worker.mpi_context import MpiContext
+from elasticstate.mpi.worker.world_builder import WorldBuilder, forget_identity
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
 

@@ -38,7 +38,7 @@ from collectives import check_all
 
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import CollectiveError
-from elasticstate.mpi.driver import decode_request
+from elasticstate.mpi.driver_part import decode_request
 from elasticstate.options import WorkerEnvironment
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous

@@ -2,7 +2,7 @@
 
 They run the project's own programs, and have the same parents as ever: a driver forks its agents, and an agent its
 template process, before they have imported anything or started a thread. Only the starts are replaced: an agent's by
-``early_agent``, a template process's in ``elasticstate.agent.template``. Processes that start later are new ones.
+``early_agent``, a template process's in ``elasticstate.agent.template_process``. Later processes are new ones.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _become_agent(stdin: int) -> NoReturn:
     prepared = _Prepared()
     if _is_closed(0):
         os._exit(2)
-    import elasticstate.agent.template as starter
+    import elasticstate.agent.template_process as starter
 
     starter.subprocess = types.SimpleNamespace(**vars(subprocess))  # type: ignore[assignment]
     starter.subprocess.Popen = prepared.popen  # type: ignore[assignment, misc]

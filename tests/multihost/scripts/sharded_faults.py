@@ -27,9 +27,9 @@ import torch.distributed as dist
 from faults import Fault, Faults
 
 import elasticstate as elastic
-from elasticstate.copies.client import CopyClient
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import CopyOf
+from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state import snapshot
 from elasticstate.state.base import committer_of
 from elasticstate.state.buffer import Buffer
@@ -46,7 +46,7 @@ def others_sealed(commit: CommitId) -> bool:
     return (logs / f"sealed-0-{commit.generation}-{commit.tick}").exists()
 
 
-gather, write_seal, read_into = snapshot.gather, Buffer.write_seal, CopyClient.read_into
+gather, write_seal, read_into = snapshot.gather, Buffer.write_seal, ReplicaClient.read_into
 commit_of = elastic.TorchState.commit
 
 
@@ -74,7 +74,7 @@ def seal_after_rank_0(buffer: Buffer, commit: CommitId, found: int) -> None:
         (logs / f"sealed-0-{commit.generation}-{commit.tick}").touch()
 
 
-def read_and_die(client: CopyClient, copy: CopyOf, ranges: Any) -> None:
+def read_and_die(client: ReplicaClient, copy: CopyOf, ranges: Any) -> None:
     read_into(client, copy, ranges)
     host, slot, _ = os.environ["ELASTICSTATE_WORKER"].rsplit(":", 2)
     if copy.slot != (host, int(slot)) and (fault := armed("reshard")) is not None:
@@ -109,6 +109,6 @@ logs = Path(sys.argv[sys.argv.index("--log") + 1])
 faults = Faults([], logs, faults_file)
 snapshot.gather = half_of_gather
 Buffer.write_seal = seal_after_rank_0  # type: ignore[method-assign]
-CopyClient.read_into = read_and_die  # type: ignore[method-assign]
+ReplicaClient.read_into = read_and_die  # type: ignore[method-assign]
 elastic.TorchState.commit = commit_and_pause  # type: ignore[method-assign]
 runpy.run_path(str(Path(__file__).parent / "sharded.py"), run_name="__main__")

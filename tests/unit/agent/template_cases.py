@@ -1,4 +1,4 @@
-"""Script of workers in test_template.py: does what the file ``case`` in its directory says, and prints what it sees."""
+"""Script of workers in test_template_process.py: does what the file ``case`` there says, and prints what it sees."""
 
 import atexit
 import ctypes

@@ -21,10 +21,10 @@ from elasticstate.agent.staging import (
     TornError,
     stage,
 )
-from elasticstate.copies.store import Sealed, Source
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.net.messages import Place
 from elasticstate.private import open_directory
+from elasticstate.replicas.store import Sealed, Source
 from elasticstate.state.snapshot import Snapshot
 
 KEY, OWNER = b"k" * 32, b"o" * 16

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Audience, Outputs, Pump
 from elasticstate.agent.worker import Ending, WorkerProcess, start_command
+from elasticstate.agent.worker_output import Audience, Outputs, Pump
 from elasticstate.core.ids import WorkerId
 from elasticstate.options import Options
 from elasticstate.processes import session_members
@@ -155,7 +155,7 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     agent = f"""
 import asyncio, os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from elasticstate.agent.output import Audience, Outputs
+from elasticstate.agent.worker_output import Audience, Outputs
 from elasticstate.options import Options
 from elasticstate.core.types import WorkerId
 from test_worker_process import started

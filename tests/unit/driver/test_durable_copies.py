@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.durable.copies import (
+from elasticstate.durable.stored_copies import (
     ABSENT,
     BUSY,
     FULL,

@@ -15,7 +15,7 @@ from elasticstate.driver.durable import (
     plan_copy,
     plan_last,
 )
-from elasticstate.durable.copies import FULL
+from elasticstate.durable.stored_copies import FULL
 from elasticstate.net.messages import (
     CompleteDurable,
     DropDurable,

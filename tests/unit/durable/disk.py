@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from elasticstate.durable.storage import Chunk, Files
+from elasticstate.durable.durable_storage import Chunk, Files
 
 
 class PowerLoss(BaseException):

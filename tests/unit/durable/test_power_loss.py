@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from elasticstate.durable import copies
-from elasticstate.durable.copies import DamagedCopyError, copy_name, milliseconds_of
+from elasticstate.durable import stored_copies
+from elasticstate.durable.durable_storage import Directory
 from elasticstate.durable.parts import cut
-from elasticstate.durable.storage import Directory
+from elasticstate.durable.stored_copies import DamagedCopyError, copy_name, milliseconds_of
 from elasticstate.durable.upload import upload
 from tests.kit.durable import Sent, commit_of, order
 from tests.unit.durable.disk import Disk, PowerLoss
@@ -28,8 +28,8 @@ def save(disk: Disk, number: int, keep: int, earlier: tuple[str, ...] = ()) -> S
 def read(disk: Disk, name: str) -> bytes:
     """Return the commit in a copy. Raises DamagedCopyError."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "open_storage", lambda place, owners: Directory(place, disk))
-        stored = copies.StoredCopies(PLACE, 5.0)
+        patch.setattr(stored_copies, "open_storage", lambda place, owners: Directory(place, disk))
+        stored = stored_copies.StoredCopies(PLACE, 5.0)
         part = stored.manifest(name).parts[0]
         return stored.file(name, part.head) + b"".join(stored.data(name, part)) + stored.file(name, part.objects)
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import absolute, open_storage, refuse
+from elasticstate.durable.parts import PartReader
+from elasticstate.durable.stored_copies import (
     BLOCK_BYTES,
     FULL,
     LIBRARY,
@@ -25,8 +27,6 @@ from elasticstate.durable.copies import (
     copy_name,
     failure_of,
 )
-from elasticstate.durable.parts import PartReader
-from elasticstate.durable.storage import absolute, open_storage, refuse
 from elasticstate.durable.upload import upload
 from tests.kit.durable import Sent, commit_of, order
 

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 
 from elasticstate.cli import main
 from elasticstate.core.ids import CommitId
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import Directory, Files
+from elasticstate.durable.parts import write_part
+from elasticstate.durable.stored_copies import (
     MANIFEST,
     VERSION,
     DamagedCopyError,
@@ -26,8 +28,6 @@ from elasticstate.durable.copies import (
     encode,
     read_manifest,
 )
-from elasticstate.durable.parts import write_part
-from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import StagedPart, UploadOrder, upload
 from tests.kit.durable import Sent, commit_of, order, shard_file
 

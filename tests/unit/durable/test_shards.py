@@ -11,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from elasticstate.durable.copies import (
+from elasticstate.durable.durable_storage import Directory, Files
+from elasticstate.durable.export import export
+from elasticstate.durable.stored_copies import (
     BLOCK_BYTES,
     DamagedCopyError,
     Manifest,
@@ -19,8 +21,6 @@ from elasticstate.durable.copies import (
     copy_name,
     read_manifest,
 )
-from elasticstate.durable.export import export
-from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import StagedPart, UploadOrder, upload
 from elasticstate.errors import CollectiveError
 from elasticstate.state.reshard import Piece, StoredParts, digest_of

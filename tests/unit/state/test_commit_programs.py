@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import elasticstate
-from elasticstate.agent.storage import HostStorage, StorageAllocator
+from elasticstate.agent.host_storage import HostStorage, StorageAllocator
 from elasticstate.agent.worker import Liveness
 from elasticstate.commits import CommitDirectory
 from elasticstate.core.ids import CommitId

@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from elasticstate.copies.client import CopyClient
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import CopyOf
 from elasticstate.errors import CollectiveError, CopyError
-from elasticstate.worker.storage import LocalCopies
+from elasticstate.replicas.client import ReplicaClient
+from elasticstate.worker.storage import LocalReplicas
 from tests.kit.commits import KEY, Host, content, seal_of
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)
 SIZE = 3 << 20
 
 
-class Reader(LocalCopies):
+class Reader(LocalReplicas):
     """Reader on host "a". It counts what the servers send, and the answers of its agent."""
 
     def __init__(self, hosts: list[Host]) -> None:
         self.fetched = 0
         self.given: list[bool] = []
-        client = CopyClient({host.name: host.address for host in hosts}, KEY, 10.0)
+        client = ReplicaClient({host.name: host.address for host in hosts}, KEY, 10.0)
         read_into = client.read_into
 
         def counting(copy: CopyOf, ranges: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticstate.agent.storage import HostStorage, grow
+from elasticstate.agent.host_storage import HostStorage, grow
 from elasticstate.commits import CommitDirectory, buffer_file
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CommitStorageError

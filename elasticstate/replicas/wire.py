@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from elasticstate.copies.store import MAX_HEADER_BYTES, Sealed
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
+from elasticstate.replicas.store import MAX_HEADER_BYTES, Sealed
 
 MAGIC = b"escopy\x00\x01"
 NONCE_BYTES = 32
@@ -47,14 +47,14 @@ _NUMBER = struct.Struct("<Q")
 _TAG_BYTES = 16
 
 
-class OpenCopy(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Request for the seal and the header of a copy. Reply: CopyOpened or RequestRefused."""
+class OpenReplica(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Request for the seal and the header of a copy. Reply: ReplicaOpened or RequestRefused."""
 
     slot: SlotId
     commit: CommitId
 
 
-class CopyOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ReplicaOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The seal of a copy, and all bytes before its random state."""
 
     sealed: Sealed
@@ -94,24 +94,24 @@ class RangesEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str = ""
 
 
-class PushCopy(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Offer of a copy. Reply: CopyWanted or RequestRefused.
+class PushReplica(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Offer of a copy. Reply: ReplicaWanted or RequestRefused.
 
-    The bytes from ``CopyWanted.offset`` on follow, and then the reply CopyComplete.
+    The bytes from ``ReplicaWanted.offset`` on follow, and then the reply ReplicaComplete.
     """
 
     sealed: Sealed
     size_bytes: int  # of the file, as its header states: beyond the sealed bytes it is empty
 
 
-class CopyWanted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ReplicaWanted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Offset from which the target needs the bytes of a copy; ``is_kept``: it needs none."""
 
     offset: int
     is_kept: bool = False
 
 
-class CopyComplete(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ReplicaComplete(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The copy is complete, and its checksum is correct."""
 
 
@@ -125,8 +125,17 @@ class RequestRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Request = OpenCopy | FetchBytes | ReadRanges | PushCopy
-Reply = CopyOpened | FetchedBytes | RangesFollow | RangesEnd | CopyWanted | CopyComplete | ReplyFollows | RequestRefused
+Request = OpenReplica | FetchBytes | ReadRanges | PushReplica
+Reply = (
+    ReplicaOpened
+    | FetchedBytes
+    | RangesFollow
+    | RangesEnd
+    | ReplicaWanted
+    | ReplicaComplete
+    | ReplyFollows
+    | RequestRefused
+)
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)

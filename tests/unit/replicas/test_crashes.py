@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import pytest
 
-from elasticstate.copies.client import CopyClient
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyOf
+from elasticstate.replicas.client import ReplicaClient
 from tests.kit.commits import KEY, Host, content, wait_until
 from tests.kit.proxy import Proxy
 
@@ -95,7 +95,7 @@ class Gate:
 
 def check(address: str) -> None:
     data = bytearray(LENGTH)
-    with CopyClient({"b": address}, KEY, 10.0) as client:
+    with ReplicaClient({"b": address}, KEY, 10.0) as client:
         client.read_into(CopyOf("b", SLOT, C1), [(0, memoryview(data))])
     assert data == DATA[:LENGTH]
 

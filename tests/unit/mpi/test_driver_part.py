@@ -13,7 +13,7 @@ import pytest
 from elasticstate.backends import DriverServices
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import Placement, World
-from elasticstate.mpi.driver import MpiDriver
+from elasticstate.mpi.driver_part import MpiDriver
 from elasticstate.net import messages
 from elasticstate.options import Options
 

@@ -8,7 +8,7 @@
         OWNER.GENERATION.TICK.seal          its slot, commit, length and checksum; written last
 
 OWNER is the hexadecimal owner of the slot's commits (commits.owner_of). A copy exists when its seal file exists.
-Descriptors stay open, so copies survive the loss of their names (see agent/storage.py) until this agent ends.
+Descriptors stay open, so copies survive the loss of their names (see agent/host_storage.py) until this agent ends.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ _LOOK_INTERVAL_S = 0.5
 GoOn = Callable[[], bool]
 
 
-class IncomingCopy:
+class IncomingReplica:
     """The first ``offset`` bytes of a copy. One thread at a time owns it: only the owner writes to its memory."""
 
     def __init__(self, sealed: Sealed, size_bytes: int, file: StoreFile) -> None:
@@ -436,27 +436,27 @@ class _SealFile(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class _KeptCopy:
+class _Replica:
     def __init__(self, sealed: Sealed, file: StoreFile, is_verified: bool) -> None:
         self.sealed, self.file, self.is_verified = sealed, file, is_verified
 
 
-class CopyStore:
+class ReplicaStore:
     """The kept copies of one host. All methods are safe on any thread, and may block for a file system in memory."""
 
     def __init__(self, directory: int, job_id: str, key: bytes) -> None:
-        """``directory``: descriptor of the commit directory. Adopt the copies of the previous agent. Raises OSError."""
+        """Take over the copies of the previous agent. ``directory``: a descriptor. Raises OSError."""
         self._job_id, self._key = job_id, key
         self._lock = threading.Lock()
-        self._kept: dict[Key, _KeptCopy] = {}
-        self._incoming: dict[SlotId, IncomingCopy] = {}
+        self._kept: dict[Key, _Replica] = {}
+        self._incoming: dict[SlotId, IncomingReplica] = {}
         self._spare: list[StoreFile] = []
         self._forgotten = CommitId(-1, 0)  # copies of older commits are not wanted
         self._number = 0  # of files, for their names
         self._is_closed = False
         self._parent = os.dup(directory)
         self._directory = _open_directory(directory)
-        self._adopt()
+        self._take_over()
 
     def move_to(self, directory: int) -> None:
         """Make new files in another commit directory, because the present one has lost its name. Raises OSError."""
@@ -468,7 +468,7 @@ class CopyStore:
             self._release_spare()
 
     def close(self) -> None:
-        """Close all files. The next agent of this host adopts the copies. No other thread uses the store."""
+        """Close all files. The next agent of this host takes over the copies. No other thread uses the store."""
         with self._lock:
             self._is_closed = True
             for slot in list(self._incoming):
@@ -480,20 +480,20 @@ class CopyStore:
             os.close(self._directory)
             os.close(self._parent)
 
-    # ---------------------------------------------------------------------------------------------------- adoption
+    # ---------------------------------------------------------------------------------------------------- takeover
 
-    def _adopt(self) -> None:
+    def _take_over(self) -> None:
         names = set(os.listdir(self._directory))
         for name in sorted(names):
             if name.endswith(_SEAL):
                 with suppress(OSError, ValueError, msgspec.MsgspecError):
-                    self._adopt_copy(name.removesuffix(_SEAL))
+                    self._take_over_copy(name.removesuffix(_SEAL))
         stems = {self._stem(kept.sealed) for kept in self._kept.values()}
         for name in names - {f"{stem}{suffix}" for stem in stems for suffix in (_SEAL, _DATA)}:
             self._unlink(name)
 
-    def _adopt_copy(self, stem: str) -> None:
-        """Adopt one copy. Its bytes are verified later. Raises OSError, ValueError or MsgspecError."""
+    def _take_over_copy(self, stem: str) -> None:
+        """Take over one copy. Its bytes are verified later. Raises OSError, ValueError or MsgspecError."""
         data = read_file(self._directory, f"{stem}{_SEAL}")
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
@@ -506,10 +506,10 @@ class CopyStore:
         if file.size_bytes != found.size_bytes:
             file.close()
             raise ValueError("the content has another size")
-        self._kept[found.sealed.slot, found.sealed.commit] = _KeptCopy(found.sealed, file, False)
+        self._kept[found.sealed.slot, found.sealed.commit] = _Replica(found.sealed, file, False)
 
     def unverified(self) -> list[Key]:
-        """Return the adopted copies whose bytes have not been verified."""
+        """Return the copies of the previous agent whose bytes have not been verified."""
         with self._lock:
             return [key for key, kept in self._kept.items() if not kept.is_verified]
 
@@ -580,7 +580,7 @@ class CopyStore:
 
     # ----------------------------------------------------------------------------------------------------- writing
 
-    def begin(self, sealed: Sealed, size_bytes: int, go_on: GoOn = lambda: True) -> IncomingCopy | None:
+    def begin(self, sealed: Sealed, size_bytes: int, go_on: GoOn = lambda: True) -> IncomingReplica | None:
         """Reserve the space of a copy, or continue an incomplete one. Return None if it is kept already.
 
         Raises CopyError if it is not wanted, or does not fit.
@@ -600,7 +600,7 @@ class CopyStore:
                 file = self._take_spare(sealed.length) or self._make_file()
             except OSError as error:
                 raise CopyError(self._refusal(sealed, error)) from error
-            incoming = self._incoming[sealed.slot] = IncomingCopy(sealed, size_bytes, file)
+            incoming = self._incoming[sealed.slot] = IncomingReplica(sealed, size_bytes, file)
         with incoming.owned(lambda: None, go_on):
             try:
                 self._reserve(incoming, go_on)
@@ -609,7 +609,7 @@ class CopyStore:
                 raise CopyError(self._refusal(sealed, error)) from error
         return incoming
 
-    def _reserve(self, incoming: IncomingCopy, go_on: GoOn) -> None:
+    def _reserve(self, incoming: IncomingReplica, go_on: GoOn) -> None:
         """Allocate the file. Raises OSError or CopyError."""
         length = incoming.sealed.length
         try:
@@ -638,7 +638,7 @@ class CopyStore:
         self._number += 1
         return f"{self._number}{_PART}"
 
-    def finish(self, incoming: IncomingCopy) -> None:
+    def finish(self, incoming: IncomingReplica) -> None:
         """Verify a complete copy, and make it visible. The caller owns it.
 
         Raises CopyError; if the checksum is wrong, the copy has no bytes again.
@@ -660,7 +660,7 @@ class CopyStore:
             except OSError as error:
                 self._abandon(sealed.slot)
                 raise CopyError(self._refusal(sealed, error)) from error
-            self._kept[sealed.slot, sealed.commit] = _KeptCopy(sealed, incoming.file, True)
+            self._kept[sealed.slot, sealed.commit] = _Replica(sealed, incoming.file, True)
             del self._incoming[sealed.slot]
 
     def _publish(self, sealed: Sealed, file: StoreFile) -> None:
@@ -676,7 +676,7 @@ class CopyStore:
 
     # ---------------------------------------------------------------------------------------------------- removing
 
-    def abandon(self, incoming: IncomingCopy) -> None:
+    def abandon(self, incoming: IncomingReplica) -> None:
         """Remove an incomplete copy."""
         with self._lock:
             if self._incoming.get(incoming.sealed.slot) is incoming:

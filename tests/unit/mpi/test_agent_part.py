@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from elasticstate.mpi.broker import Relay, port_of
-from elasticstate.mpi.driver import Identity, as_order
+from elasticstate.mpi.driver_part import Identity, as_order
 from elasticstate.net import messages
 from elasticstate.net.trust import Trust
 from tests.kit.agent import TOKEN, Scene, play

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from elasticstate.copies.pusher import Target
 from elasticstate.core.ids import CommitId
+from elasticstate.replicas.pusher import Target
 from tests.kit.commits import Host
 
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from elasticstate._native import checksum
-from elasticstate.copies import wire
-from elasticstate.copies.store import Sealed
-from elasticstate.copies.wire import Wire
 from elasticstate.core.ids import SlotId
 from elasticstate.core.types import CopyOf
 from elasticstate.errors import CollectiveError, CopyError
+from elasticstate.replicas import wire
+from elasticstate.replicas.store import Sealed
+from elasticstate.replicas.wire import Wire
 
 KEYED_BYTES = 1 << 20
 """Up to this size, a read has a keyed checksum. It costs CPU time, so larger reads have a CRC-32C."""
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Part = tuple[int, memoryview]  # offset in the file, and the target
 
 
-class CopyClient:
+class ReplicaClient:
     """Reads copies. All methods are safe on any thread; all raise CopyError, which names the copy.
 
     A call waits at most the time-out for the connection, and for each piece of data. Calls raise CollectiveError when
@@ -44,7 +44,7 @@ class CopyClient:
         self._in_use: set[socket.socket] = set()
         self.closed = threading.Event()
 
-    def __enter__(self) -> CopyClient:
+    def __enter__(self) -> ReplicaClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,10 +71,10 @@ class CopyClient:
         """Return the seal: length and checksum of the sealed content, and its tag."""
         return self._open(copy).sealed
 
-    def _open(self, copy: CopyOf) -> wire.CopyOpened:
-        def open_copy(connection: Wire) -> wire.CopyOpened:
-            connection.send(wire.OpenCopy(copy.slot, copy.commit))
-            return connection.receive(wire.CopyOpened)
+    def _open(self, copy: CopyOf) -> wire.ReplicaOpened:
+        def open_copy(connection: Wire) -> wire.ReplicaOpened:
+            connection.send(wire.OpenReplica(copy.slot, copy.commit))
+            return connection.receive(wire.ReplicaOpened)
 
         return self._call(copy, open_copy)
 

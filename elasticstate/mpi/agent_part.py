@@ -16,7 +16,7 @@ import msgspec
 
 from elasticstate.backends import AgentBackend, AgentServices
 from elasticstate.mpi.broker import open_tunnel, port_of
-from elasticstate.mpi.driver import Identity, decode_order
+from elasticstate.mpi.driver_part import Identity, decode_order
 from elasticstate.private import open_directory, write_file
 
 _SERVERS = "PMIX_SERVER_URI"  # plus a version suffix; value: name;tcp4://address:port

@@ -16,9 +16,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from elasticstate.commits import CommitDirectory, remove_dead
-from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
+from elasticstate.replicas.store import ReplicaStore
 from tests.kit.commits import JOB, KEY, Host, content, put, seal_of
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)
@@ -26,9 +26,9 @@ SLOT = SlotId("a", 0)
 
 
 @contextmanager
-def store_in(path: Path) -> Iterator[CopyStore]:
+def store_in(path: Path) -> Iterator[ReplicaStore]:
     fd = os.open(path, os.O_RDONLY)
-    store = CopyStore(fd, JOB, KEY)
+    store = ReplicaStore(fd, JOB, KEY)
     os.close(fd)
     try:
         yield store
@@ -36,7 +36,7 @@ def store_in(path: Path) -> Iterator[CopyStore]:
         store.close()
 
 
-def get(store: CopyStore, slot: SlotId, commit: CommitId) -> bytes | None:
+def get(store: ReplicaStore, slot: SlotId, commit: CommitId) -> bytes | None:
     source = store.open(slot, commit)
     if source is None:
         return None
@@ -95,7 +95,7 @@ def test_copies_of_another_job_are_not_adopted(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         put(store, SLOT, C1, b"x" * 5000)
     fd = os.open(tmp_path, os.O_RDONLY)
-    other = CopyStore(fd, JOB, b"o" * 32)
+    other = ReplicaStore(fd, JOB, b"o" * 32)
     os.close(fd)
     assert other.kept() == []
     other.close()
@@ -179,7 +179,7 @@ def test_copies_are_removed_with_the_commit_directory(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir(mode=0o700)
     for removes_stale in (False, True):
         directory = CommitDirectory(str(tmp_path), JOB, "a", str(tmp_path / "job"), "mark", 1.0, 0.0)
-        store = CopyStore(directory.fd, JOB, KEY)
+        store = ReplicaStore(directory.fd, JOB, KEY)
         put(store, SLOT, C1, b"x" * 5000)
         store.close()
         assert (directory.path / "copies").exists()
@@ -232,10 +232,10 @@ class Programs(RuleBasedStateMachine):
         self.least = 0  # of the ticks that are not forgotten
         self.store = self._open()
 
-    def _open(self) -> CopyStore:
+    def _open(self) -> ReplicaStore:
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            return CopyStore(fd, JOB, KEY)
+            return ReplicaStore(fd, JOB, KEY)
         finally:
             os.close(fd)
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.copies import wire
-from elasticstate.copies.server import CopyConnection, CopyServer, Library, Notify, NotifyDropped
-from elasticstate.copies.store import CopyStore, SealedSlot, SlotBuffers, Source, parts_of
-from elasticstate.copies.wire import Wire
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyFigures
 from elasticstate.errors import CopyError
+from elasticstate.replicas import wire
+from elasticstate.replicas.replica_server import Library, Notify, NotifyDropped, ReplicaConnection, ReplicaServer
+from elasticstate.replicas.store import ReplicaStore, SealedSlot, SlotBuffers, Source, parts_of
+from elasticstate.replicas.wire import Wire
 
 _BURST_S = 0.05  # bytes of this time may be sent at once
 
@@ -321,9 +321,9 @@ class Pusher:
         except CopyError as error:
             raise _NotAccepted(str(error)) from error  # it is damaged, and there is no other to send
         with closing(source):
-            connection.send(wire.PushCopy(source.sealed, len(source.memory)))
+            connection.send(wire.PushReplica(source.sealed, len(source.memory)))
             try:
-                wanted = connection.receive(wire.CopyWanted)
+                wanted = connection.receive(wire.ReplicaWanted)
             except CopyError as error:
                 raise _NotAccepted(str(error)) from error
             if wanted.is_kept:
@@ -336,14 +336,14 @@ class Pusher:
                 connection.send_bytes(source.memory, offset, offset + size)
                 offset += size
                 delivery.fails_since = 0.0
-            connection.receive(wire.CopyComplete)
+            connection.receive(wire.ReplicaComplete)
 
 
 # -------------------------------------------------------------------------------------------------------------- service
 # The agent's part of the copies: store, server and pusher of one host.
 
 
-class HostCopies:
+class HostReplicas:
     """The copies of one host. Methods return at once, except the constructor (files in memory) and ``close``."""
 
     def __init__(
@@ -361,7 +361,7 @@ class HostCopies:
         log: Callable[[str], None],
         rate_bytes_per_s: float | None = None,
     ) -> None:
-        """Adopt the copies that the previous agent of this host has kept.
+        """Take over the copies that the previous agent of this host has kept.
 
         ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. Callbacks, on any
         thread: ``on_kept`` when this host has a new copy, ``on_dropped`` when a copy is damaged, could not be made or
@@ -374,18 +374,18 @@ class HostCopies:
         self._on_kept = on_kept
         self._received_bytes = 0
         self._counting = threading.Lock()
-        self.store = CopyStore(directory, job_id, key)
+        self.store = ReplicaStore(directory, job_id, key)
         self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped, on_damaged)
         self._pusher = Pusher(self._library, key, timeout_s, rate_bytes_per_s, on_kept, on_dropped, log)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
         self._forgetting: list[Future[Any]] = []  # that is not known to be done
-        self._server: CopyServer | None = None
+        self._server: ReplicaServer | None = None
 
     def start(self, address: str) -> str:
         """Serve copies at this address. Return "address:port". Raises OSError."""
-        self._server = CopyServer(address, self._key, self._timeout_s, self._serve, self._log)
+        self._server = ReplicaServer(address, self._key, self._timeout_s, self._serve, self._log)
         if self.store.unverified():
-            self._threads.submit(self._library.verify_adopted)
+            self._threads.submit(self._library.verify_taken_over)
         return self._server.address
 
     @property
@@ -394,7 +394,7 @@ class HostCopies:
         return self._server.address if self._server is not None else ""
 
     def _serve(self, connection: Wire) -> None:
-        CopyConnection(connection, self._library, self._on_kept, self._count).serve()
+        ReplicaConnection(connection, self._library, self._on_kept, self._count).serve()
 
     def _count(self, size_bytes: int) -> None:
         with self._counting:  # each connection has a thread
@@ -439,7 +439,7 @@ class HostCopies:
         return self._library.open_verified(slot, commit, self._library.is_open)
 
     def share(self, slot: SlotId, commit: CommitId) -> tuple[int, tuple[int, int, int]] | None:
-        """Return a new descriptor of a kept copy and the identity of its bytes: see ``CopyStore.share``."""
+        """Return a new descriptor of a kept copy and the identity of its bytes: see ``ReplicaStore.share``."""
         return self.store.share(slot, commit)
 
     def move_to(self, directory: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from elasticstate._native import checksum
 from elasticstate.core.ids import CommitId
-from elasticstate.durable.storage import CopyStorage, open_storage
+from elasticstate.durable.durable_storage import DurableStorage, open_storage
 from elasticstate.private import PlantedFileError
 
 MANIFEST = "manifest.json"
@@ -113,7 +113,7 @@ def milliseconds_of(name: str) -> int | None:
     return int(begun.timestamp()) * 1000 + int(match[3])
 
 
-def copy_names(storage: CopyStorage) -> list[str]:
+def copy_names(storage: DurableStorage) -> list[str]:
     """Return the names of all copies, complete or not, the newest first."""
     return sorted((name for name in storage.folders() if milliseconds_of(name) is not None), reverse=True)
 
@@ -149,7 +149,7 @@ def decode_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-def read_parts(storage: CopyStorage, folder: str, total: int) -> tuple[Part, ...]:
+def read_parts(storage: DurableStorage, folder: str, total: int) -> tuple[Part, ...]:
     """Return all parts of a copy that has no manifest yet, by their descriptions.
 
     Raises DamagedCopyError if one is missing or not complete, and errors of the storage.
@@ -180,7 +180,7 @@ def _check_parts(parts: Sequence[Part], sizes: Mapping[str, int]) -> None:
             raise DamagedCopyError(f"{part.tensors.name} has {len(part.blocks_crc32c)} checksums instead of {blocks}")
 
 
-def read_manifest(storage: CopyStorage, name: str) -> Manifest:
+def read_manifest(storage: DurableStorage, name: str) -> Manifest:
     """Return the manifest of a copy that has all its files in their full sizes. Raises DamagedCopyError, OSError."""
     try:
         sizes = storage.sizes(name)
@@ -193,20 +193,20 @@ def read_manifest(storage: CopyStorage, name: str) -> Manifest:
     return manifest
 
 
-def _read_description(storage: CopyStorage, folder: str, name: str, sizes: Mapping[str, int]) -> bytes:
+def _read_description(storage: DurableStorage, folder: str, name: str, sizes: Mapping[str, int]) -> bytes:
     if sizes[name] > _MOST_DESCRIPTION_BYTES:
         raise DamagedCopyError(f"{name} has {sizes[name]} bytes, more than {_MOST_DESCRIPTION_BYTES}")
     with storage.open(folder, name) as source:
         return source.read_at(0, sizes[name])
 
 
-def complete_copies(storage: CopyStorage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
+def complete_copies(storage: DurableStorage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
     """Yield each copy, in this order, with its manifest, or with the reason why it cannot be used."""
     for name in names:
         yield name, _manifest_or_error(storage, name)
 
 
-def _manifest_or_error(storage: CopyStorage, name: str) -> Manifest | DamagedCopyError:
+def _manifest_or_error(storage: DurableStorage, name: str) -> Manifest | DamagedCopyError:
     try:
         return read_manifest(storage, name)
     except FileNotFoundError as error:  # another process removes it at the same time
@@ -215,7 +215,7 @@ def _manifest_or_error(storage: CopyStorage, name: str) -> Manifest | DamagedCop
         return error
 
 
-def remove_incomplete(storage: CopyStorage, first: str, end: str) -> None:
+def remove_incomplete(storage: DurableStorage, first: str, end: str) -> None:
     """Remove what failed attempts have left: copies without a manifest, begun after ``first`` and before ``end``."""
     for name in copy_names(storage):
         with suppress(FileNotFoundError, PlantedFileError):  # another host removes it at the same time
@@ -223,7 +223,7 @@ def remove_incomplete(storage: CopyStorage, first: str, end: str) -> None:
                 storage.remove(name, MANIFEST)
 
 
-def remove_old(storage: CopyStorage, keep: int, newest: str) -> None:
+def remove_old(storage: DurableStorage, keep: int, newest: str) -> None:
     """Remove all own copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
     kept = 0
     for name, found in complete_copies(storage, [name for name in copy_names(storage) if name <= newest]):

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from math import inf
 
-from elasticstate.copies import wire
-from elasticstate.copies.store import CopyStore, SlotBuffers, Source
-from elasticstate.copies.wire import ANSWER_BYTES, MAGIC, Wire
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.net.names import LocalPeers
+from elasticstate.replicas import wire
+from elasticstate.replicas.store import ReplicaStore, SlotBuffers, Source
+from elasticstate.replicas.wire import ANSWER_BYTES, MAGIC, Wire
 
 MAX_UNAUTHENTICATED = 64
 _BACKLOG = 256
@@ -37,7 +37,7 @@ class _Stranger:
         self.answer = b""
 
 
-class CopyServer:
+class ReplicaServer:
     """The server. ``serve`` handles one authenticated connection, on a thread of its own, until the connection ends."""
 
     def __init__(
@@ -209,7 +209,9 @@ class Library:
     ``go_on`` is called again and again during a verification, which ends with CopyError when it returns False.
     """
 
-    def __init__(self, buffers: SlotBuffers, store: CopyStore, on_dropped: NotifyDropped, on_damaged: Notify) -> None:
+    def __init__(
+        self, buffers: SlotBuffers, store: ReplicaStore, on_dropped: NotifyDropped, on_damaged: Notify
+    ) -> None:
         """``on_dropped`` is called on any thread when a kept copy was damaged, ``on_damaged`` for a buffer."""
         self.buffers, self.store = buffers, store
         self._on_dropped, self._on_damaged = on_dropped, on_damaged
@@ -233,8 +235,8 @@ class Library:
 
     def open_new(self, slot: SlotId, commit: CommitId, go_on: GoOn) -> Source:
         """Open a copy that was verified when it was made. One of the previous agent is verified. Raises CopyError."""
-        is_adopted = (slot, commit) in self.store.unverified()
-        return self.open_verified(slot, commit, go_on) if is_adopted else self.open(slot, commit)
+        is_taken_over = (slot, commit) in self.store.unverified()
+        return self.open_verified(slot, commit, go_on) if is_taken_over else self.open(slot, commit)
 
     def open_verified(self, slot: SlotId, commit: CommitId, go_on: GoOn) -> Source:
         """Open a copy whose checksum is correct. Raises CopyError."""
@@ -299,7 +301,7 @@ class Library:
         finally:
             self._verifying.release()
 
-    def verify_adopted(self) -> None:
+    def verify_taken_over(self) -> None:
         """Verify the kept copies of the previous agent, and drop damaged ones."""
         with suppress(CopyError):  # this library closes
             for slot, commit in self.store.unverified():
@@ -318,7 +320,7 @@ def _content_of(source: Source) -> _Content:
 _SIGN_INTERVAL_S = 0.5
 
 
-class CopyConnection:
+class ReplicaConnection:
     """The server's end of a connection. ``serve`` runs on a thread of its own until the connection ends."""
 
     def __init__(self, connection: Wire, library: Library, on_kept: Notify, on_received: Callable[[int], None]) -> None:
@@ -347,16 +349,16 @@ class CopyConnection:
 
     def _carry_out(self, request: wire.Request) -> None:
         match request:
-            case wire.OpenCopy():
+            case wire.OpenReplica():
                 with closing(self._library.open_verified(request.slot, request.commit, self._go_on)) as source:
                     header = source.header()
                     source.check_unchanged()
-                    self._wire.send(wire.CopyOpened(source.sealed, header))
+                    self._wire.send(wire.ReplicaOpened(source.sealed, header))
             case wire.FetchBytes():
                 self._fetch(request)
             case wire.ReadRanges():
                 self._read(request)
-            case wire.PushCopy():
+            case wire.PushReplica():
                 self._receive(request)
 
     def _go_on(self) -> bool:
@@ -396,15 +398,15 @@ class CopyConnection:
                 reason = str(error)
             self._wire.send(wire.RangesEnd(found, reason))
 
-    def _receive(self, request: wire.PushCopy) -> None:
+    def _receive(self, request: wire.PushReplica) -> None:
         sealed, store = request.sealed, self._library.store
         incoming = store.begin(sealed, request.size_bytes, self._go_on)
         if incoming is None:
             self._on_kept(sealed.slot, sealed.commit)  # again: the driver may be a new one
-            self._wire.send(wire.CopyWanted(0, is_kept=True))
+            self._wire.send(wire.ReplicaWanted(0, is_kept=True))
             return
         with incoming.owned(self._wire.cut, self._go_on):
-            self._wire.send(wire.CopyWanted(incoming.offset))
+            self._wire.send(wire.ReplicaWanted(incoming.offset))
             try:
                 received = memoryview(bytearray(wire.PIECE_BYTES))  # stays in a cache
                 while part := received[: incoming.missing_bytes]:
@@ -416,4 +418,4 @@ class CopyConnection:
                 raise ConnectionError(str(error)) from error
             store.finish(incoming)
         self._on_kept(sealed.slot, sealed.commit)
-        self._wire.send(wire.CopyComplete())
+        self._wire.send(wire.ReplicaComplete())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Audience, Pump, Tagger
+from elasticstate.agent.worker_output import Audience, Pump, Tagger
 from elasticstate.writing import Writer
 
 

@@ -26,7 +26,7 @@ from typing import cast
 
 from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
-from elasticstate.mpi.driver import Applicant
+from elasticstate.mpi.driver_part import Applicant
 from elasticstate.mpi.worker.library import MPI
 from elasticstate.net.names import interface_of, is_loopback
 from elasticstate.options import inherited_environment

@@ -35,7 +35,7 @@ from elasticstate.private import make_file
 from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
-    from elasticstate.copies.store import CopyStore
+    from elasticstate.replicas.store import ReplicaStore
 
 
 PAGE_BYTES = 4096
@@ -258,7 +258,7 @@ class StorageAllocator:
         host: str,
         workers: Callable[[], int],
         log: Callable[[str], None],
-        copies: CopyStore | None = None,
+        copies: ReplicaStore | None = None,
     ) -> None:
         self._storage = storage
         self._host = host

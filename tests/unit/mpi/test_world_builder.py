@@ -12,7 +12,7 @@ from torch.distributed import HashStore, ReduceOp
 
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.worker import group
-from elasticstate.mpi.worker.world import (
+from elasticstate.mpi.worker.world_builder import (
     Base,
     Member,
     agree_on_base,

@@ -24,7 +24,7 @@ class OpenFile(Protocol):
         """Return ``size`` bytes from ``offset`` on, fewer at the end of the file."""
 
 
-class CopyStorage(Protocol):
+class DurableStorage(Protocol):
     """Folders with files. Every method may block, and raises OSError or an error of the library behind the URL."""
 
     def folders(self) -> list[str]:
@@ -74,7 +74,7 @@ def refuse(place: str) -> str:
     return f"fsspec knows no protocol {protocol!r}. Name a path, or a URL like s3://bucket/folder"
 
 
-def open_storage(place: str, owners: Collection[int] | None = ()) -> CopyStorage:
+def open_storage(place: str, owners: Collection[int] | None = ()) -> DurableStorage:
     """Return the storage at a path or URL. ``owners``: see ``Files``; a URL has none."""
     return UrlStorage(place) if is_url(place) else Directory(os.path.realpath(absolute(place)), Files(owners))
 

@@ -1,4 +1,4 @@
-"""``python -m elasticstate.mpi.probe``: print facts about MPI, as JSON objects, one per line (installation.py).
+"""``python -m elasticstate.mpi.mpi_probe``: print facts about MPI, as JSON objects, one per line (installation.py).
 
 With ``--trial FILE``, two processes run, started by mpirun. The second one is killed. The first one continues, if it
 can, and writes the result to FILE, because mpirun may end before it forwards printed text. MPI is never finalized:

@@ -17,7 +17,7 @@ from elasticstate.compat.process_groups import use_as_mpi_backend
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.worker.group import GONE, MpiGroup, Progress
 from elasticstate.mpi.worker.library import MPI
-from elasticstate.mpi.worker.world import WorldBuilder, group_of
+from elasticstate.mpi.worker.world_builder import WorldBuilder, group_of
 from elasticstate.worker.contexts.context import Fault, Rendezvous, TorchGroups
 from elasticstate.worker.replacement import exit_for_replacement
 

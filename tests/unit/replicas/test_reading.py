@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.copies import server
-from elasticstate.copies.client import CopyClient
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyOf
 from elasticstate.errors import CollectiveError, CopyError
+from elasticstate.replicas import replica_server
+from elasticstate.replicas.client import ReplicaClient
 from tests.kit.commits import KEY, Host, Worker, wait_until
 from tests.kit.proxy import Proxy, flip_once
 
@@ -35,8 +35,8 @@ def host(stack: ExitStack, tmp_path: Path) -> Host:
 
 
 @pytest.fixture
-def client(stack: ExitStack, host: Host) -> CopyClient:
-    return stack.enter_context(CopyClient({"a": host.address}, KEY, 10.0))
+def client(stack: ExitStack, host: Host) -> ReplicaClient:
+    return stack.enter_context(ReplicaClient({"a": host.address}, KEY, 10.0))
 
 
 def copy_of(worker: Worker, commit: CommitId, host: str = "a") -> CopyOf:
@@ -52,14 +52,14 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def read(client: CopyClient, copy: CopyOf, offset: int, length: int) -> bytes:
+def read(client: ReplicaClient, copy: CopyOf, offset: int, length: int) -> bytes:
     data = bytearray(length)
     client.read_into(copy, [(offset, memoryview(data))])
     return bytes(data)
 
 
 @pytest.mark.parametrize("size", [10, 3 << 20, 70 << 20])
-def test_a_commit_in_a_buffer_is_read_by_its_ranges(host: Host, client: CopyClient, size: int) -> None:
+def test_a_commit_in_a_buffer_is_read_by_its_ranges(host: Host, client: ReplicaClient, size: int) -> None:
     worker = host.worker()
     data = worker.commit(C1, os.urandom(size))
     copy = copy_of(worker, C1)
@@ -72,7 +72,7 @@ def test_a_commit_in_a_buffer_is_read_by_its_ranges(host: Host, client: CopyClie
     assert (first, second) == (data[4160 : 4160 + size], data[3:10])
 
 
-def test_an_absent_commit_and_ranges_beyond_its_end_are_errors(host: Host, client: CopyClient) -> None:
+def test_an_absent_commit_and_ranges_beyond_its_end_are_errors(host: Host, client: ReplicaClient) -> None:
     worker = host.worker()
     data = worker.commit(C1, b"x" * 1000)
     with pytest.raises(CopyError, match=r"commit \(1, 2\) of slot a:0 on host a cannot be read: host a has no commit"):
@@ -85,7 +85,7 @@ def test_an_absent_commit_and_ranges_beyond_its_end_are_errors(host: Host, clien
     assert read(client, copy_of(worker, C1), 0, len(data)) == data, "the connection serves on after a refusal"
 
 
-def test_a_commit_under_a_new_id_is_still_read(host: Host, client: CopyClient) -> None:
+def test_a_commit_under_a_new_id_is_still_read(host: Host, client: ReplicaClient) -> None:
     worker = host.worker()
     data = worker.commit(C1, b"x" * 1000)
     source = host.copies.open(worker.slot, C1)
@@ -97,7 +97,7 @@ def test_a_commit_under_a_new_id_is_still_read(host: Host, client: CopyClient) -
         client.header(copy_of(worker, C1))
 
 
-def test_a_damaged_buffer_is_not_served(host: Host, client: CopyClient) -> None:
+def test_a_damaged_buffer_is_not_served(host: Host, client: ReplicaClient) -> None:
     worker = host.worker()
     worker.commit(C1, b"x" * 1000)
     os.pwrite(worker.buffers[0], b"y", 4200)
@@ -111,7 +111,7 @@ def test_a_damaged_buffer_is_not_served(host: Host, client: CopyClient) -> None:
 
 @pytest.mark.parametrize("at", [20, 4200, 60_000], ids=["header", "tensors", "not requested"])
 def test_a_kept_copy_that_is_damaged_later_is_dropped_and_the_buffer_is_read(
-    host: Host, client: CopyClient, at: int
+    host: Host, client: ReplicaClient, at: int
 ) -> None:
     worker = host.worker()
     data = worker.commit(C1, os.urandom(100_000))
@@ -126,7 +126,7 @@ def test_a_kept_copy_that_is_damaged_later_is_dropped_and_the_buffer_is_read(
 
 
 def test_a_copy_that_is_damaged_after_a_read_is_detected_by_the_next_readers(
-    host: Host, client: CopyClient, monkeypatch: pytest.MonkeyPatch
+    host: Host, client: ReplicaClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, other = host.worker(0), host.worker(1)
     for each in (worker, other):
@@ -138,7 +138,7 @@ def test_a_copy_that_is_damaged_after_a_read_is_detected_by_the_next_readers(
     flip(host.kept_file(), 50_000)
     with open(f"/proc/self/fd/{other.buffers[0]}", "r+b") as file:
         flip(Path(file.name), 50_000)
-    monkeypatch.setattr(server, "_TRUST_S", 0.0)
+    monkeypatch.setattr(replica_server, "_TRUST_S", 0.0)
     worker.commit(C2, b"2")
     worker.commit(C3, b"3")
     for each in (worker, other):
@@ -163,7 +163,7 @@ def test_a_buffer_that_its_worker_overwrites_during_a_read_is_an_error(
         return part
 
     proxy = stack.enter_context(Proxy(host.address, down=pause))
-    client = stack.enter_context(CopyClient({"a": proxy.address}, KEY, 10.0))
+    client = stack.enter_context(ReplicaClient({"a": proxy.address}, KEY, 10.0))
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(read, client, copy_of(worker, C1), 0, len(data))
         assert begun.wait(30)
@@ -183,7 +183,7 @@ def test_a_byte_that_changes_on_the_way_to_the_reader_is_an_error(stack: ExitSta
     worker = host.worker()
     data = worker.commit(C1, os.urandom(4 << 20))
     proxy = stack.enter_context(Proxy(host.address, down=flip_once(at)))
-    client = stack.enter_context(CopyClient({"a": proxy.address}, KEY, 10.0))
+    client = stack.enter_context(ReplicaClient({"a": proxy.address}, KEY, 10.0))
     with pytest.raises(CopyError):
         read(client, copy_of(worker, C1), 0, len(data))
     assert read(client, copy_of(worker, C1), 0, len(data)) == data
@@ -193,7 +193,7 @@ def test_a_connection_that_breaks_while_it_is_idle_is_replaced(stack: ExitStack,
     worker = host.worker()
     data = worker.commit(C1, b"x" * 1000)
     proxy = stack.enter_context(Proxy(host.address))
-    client = stack.enter_context(CopyClient({"a": proxy.address}, KEY, 10.0))
+    client = stack.enter_context(ReplicaClient({"a": proxy.address}, KEY, 10.0))
     assert read(client, copy_of(worker, C1), 0, len(data)) == data
     proxy.cut()
     assert read(client, copy_of(worker, C1), 0, len(data)) == data
@@ -212,7 +212,7 @@ def test_close_ends_a_read_that_waits(stack: ExitStack, host: Host) -> None:
         return part
 
     proxy = stack.enter_context(Proxy(host.address, down=stop))
-    client = CopyClient({"a": proxy.address}, KEY, 1000.0)
+    client = ReplicaClient({"a": proxy.address}, KEY, 1000.0)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(read, client, copy_of(worker, C1), 0, 10)
         assert begun.wait(30)
@@ -231,7 +231,7 @@ def test_close_ends_the_attempt_to_reach_a_server_that_does_not_answer(stack: Ex
     port = listener.getsockname()[1]
     if is_full:
         stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-    client = CopyClient({"a": f"127.0.0.1:{port}"}, KEY, 1000.0)
+    client = ReplicaClient({"a": f"127.0.0.1:{port}"}, KEY, 1000.0)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(client.header, CopyOf("a", SlotId("a", 0), C1))
         wait_until(lambda: len(client._in_use) == 1, "an attempt")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.copies import wire
-from elasticstate.copies.client import CopyClient
-from elasticstate.copies.server import MAX_UNAUTHENTICATED
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import CopyOf
 from elasticstate.errors import CopyError
+from elasticstate.replicas import wire
+from elasticstate.replicas.client import ReplicaClient
+from elasticstate.replicas.replica_server import MAX_UNAUTHENTICATED
 from tests.kit.commits import KEY, Host
 
 C1 = CommitId(1, 1)
@@ -77,7 +77,7 @@ def test_silent_strangers_do_not_lock_out_the_job(stack: ExitStack, host: Host) 
     worker = host.worker()
     data = worker.commit(C1, b"x" * 1000)
     strangers = [connect(stack, host) for _ in range(MAX_UNAUTHENTICATED + 20)]
-    client = stack.enter_context(CopyClient({"a": host.address}, KEY, 30.0))
+    client = stack.enter_context(ReplicaClient({"a": host.address}, KEY, 30.0))
     assert client.read(CopyOf("a", worker.slot, C1), 0, 100) == data[:100]
     assert [len(received(stranger)) for stranger in strangers[:20]] == [wire.GREETING_BYTES] * 20, "the oldest"
     assert any("too many others" in line for line in host.log)
@@ -85,7 +85,10 @@ def test_silent_strangers_do_not_lock_out_the_job(stack: ExitStack, host: Host) 
 
 
 def test_a_server_that_does_not_have_the_key_gets_no_request(stack: ExitStack) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, CopyClient({"a": address(listener)}, KEY, 30.0) as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ReplicaClient({"a": address(listener)}, KEY, 30.0) as client,
+    ):
         pid = os.fork()
         if not pid:
             connection, _ = listener.accept()
@@ -110,7 +113,7 @@ def test_a_frame_that_is_changed_ends_the_connection(stack: ExitStack, host: Hos
     stack.callback(connection.close)
     frames: list[bytes] = []
     connection.send_bytes = lambda data, begin, end: frames.append(bytes(data[begin:end]))  # type: ignore[assignment]
-    connection.send(wire.OpenCopy(worker.slot, C1))
+    connection.send(wire.OpenReplica(worker.slot, C1))
     frame = bytearray(frames[0])
     at = {"length": 3, "body": 10, "tag": len(frame) - 1}[change]
     frame[at] ^= 0xFF

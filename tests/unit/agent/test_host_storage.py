@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.storage import HostStorage, StorageAllocator, grow, rounded_up
+from elasticstate.agent.host_storage import HostStorage, StorageAllocator, grow, rounded_up
 from elasticstate.commits import CommitDirectory, buffer_file
-from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
+from elasticstate.replicas.store import ReplicaStore
 from tests.kit.commits import JOB, KEY, put
 
 MB = 1 << 20
@@ -204,7 +204,7 @@ def test_somebody_else_may_take_the_room_meanwhile(small: Path) -> None:
 
 def test_a_spare_file_of_the_copies_makes_way_for_a_buffer(small: Path) -> None:
     host = Host(small)
-    store = CopyStore(host.directory.fd, JOB, KEY)
+    store = ReplicaStore(host.directory.fd, JOB, KEY)
     for tick in (1, 2):
         put(store, SlotId("a", 0), CommitId(1, tick), bytes(3 * MB))
     store.forget(CommitId(1, 2))

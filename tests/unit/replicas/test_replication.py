@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from elasticstate.copies import pusher
-from elasticstate.copies.client import CopyClient
-from elasticstate.copies.pusher import Target
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyOf
+from elasticstate.replicas import pusher
+from elasticstate.replicas.client import ReplicaClient
+from elasticstate.replicas.pusher import Target
 from tests.kit.commits import KEY, Host, wait_until
 from tests.kit.proxy import Proxy, flip_once
 
@@ -32,7 +32,7 @@ def stack() -> Iterator[ExitStack]:
 
 def read(hosts: list[Host], copy: CopyOf, length: int) -> bytes:
     data = bytearray(length)
-    with CopyClient({host.name: host.address for host in hosts}, KEY, 10.0) as client:
+    with ReplicaClient({host.name: host.address for host in hosts}, KEY, 10.0) as client:
         client.read_into(copy, [(0, memoryview(data))])
     return bytes(data)
 
