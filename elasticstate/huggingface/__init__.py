@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Accelerator": "accelerator",
     "ElasticTrainer": "trainer",
-    "LogCallback": "log_callback",
+    "LogCallback": "trainer",
     "Trainer": "trainer",
     "TrainingState": "state",
     "run": "state",
