@@ -1,4 +1,4 @@
-"""What a new field of a worker's message has to touch: the message, and the code that fills and uses it."""
+"""A new field of a worker's message touches the message, and the code that fills and uses it."""
 
 from __future__ import annotations
 
