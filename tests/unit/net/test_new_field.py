@@ -17,7 +17,7 @@ TRAVEL = """
 from elasticstate.core import types as t
 from elasticstate.core.step import new_membership, step
 from elasticstate.net import codec, link, messages
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 W = t.WorkerId("a", 0, 1)
 m = new_membership(policy_of(np=2, min_np=2))
