@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 import elasticstate.horovod as hvd
@@ -64,6 +64,6 @@ def next_world(alone: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Non
 
     def enter() -> None:
         view = present_world.world()
-        monkeypatch.setattr(present_world, "_present", dataclasses.replace(view, generation=view.generation + 1))
+        monkeypatch.setattr(present_world, "_present", msgspec.structs.replace(view, generation=view.generation + 1))
 
     return enter

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def next_world() -> Iterator[Callable[[], None]]:
 
     def enter() -> None:
         view = present_world.world()
-        present_world.enter(dataclasses.replace(view, generation=view.generation + 1))
+        present_world.enter(msgspec.structs.replace(view, generation=view.generation + 1))
 
     yield enter
     dist.destroy_process_group()
