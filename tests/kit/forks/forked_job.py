@@ -22,6 +22,7 @@ import sys
 import types
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -67,7 +68,8 @@ class Child:
 
     def kill(self) -> None:
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # reaped by the thread that waits for it, as in subprocess
+                os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self) -> None:
         """Wait for the end of a process that prints nothing to this one."""
