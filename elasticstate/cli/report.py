@@ -10,7 +10,7 @@ from elasticstate.cli.trace import events_parser, without_events
 from elasticstate.core.types import listed
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
-from elasticstate.history.page import check_output, write_output
+from elasticstate.history.output import check_output, write_output
 from elasticstate.terminal import printable
 
 _DESCRIPTION = """\

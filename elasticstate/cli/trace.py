@@ -9,7 +9,7 @@ from elasticstate.cli.parser import CommandParser
 from elasticstate.core.types import listed, number_of
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
-from elasticstate.history.page import check_output, write_output
+from elasticstate.history.output import check_output, write_output
 from elasticstate.terminal import printable
 
 _DESCRIPTION = """\

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,15 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from elasticstate.core.types import listed, number_of
-from elasticstate.errors import OptionError
 from elasticstate.history.event_files import number
 from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan, WorkerFailed, parts_of, share_names
 from elasticstate.history.plots import MOST_JOBS, copy_plots, plots, size_text, span_of
-from elasticstate.private import write_file
 from elasticstate.terminal import printable
-
-# ----------------------------------------------------------------------------------------------------------------- page
-
 
 _MOST_ROWS = 200  # of one table
 _MOST_ERRORS = 30  # different failures with their tracebacks, of one job
@@ -311,38 +303,3 @@ def _ends_of(generations: list[GenerationHistory]) -> list[GenerationHistory]:
 def _cut(text: str) -> str:
     """Return the end of a text: a traceback ends with the exception."""
     return text if len(text) <= _MOST_TEXT else f"…{text[-_MOST_TEXT:]}"
-
-
-# --------------------------------------------------------------------------------------------------------------- output
-# The output file of a command: whole, or not there.
-
-
-def check_output(path: str, sources: Sequence[str]) -> None:
-    """Check, before any work, that the output file can be written. Raises OptionError."""
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise OptionError(f"-o/--output: {path!r}: {str(folder)!r} is not a directory. Make it, or name another file.")
-    with suppress(OSError):
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise OptionError(f"-o/--output: {path!r}: is not a regular file. Name another file.")
-        if any(os.path.samestat(found, os.stat(source)) for source in sources if os.path.exists(source)):
-            raise OptionError(f"-o/--output: {path!r}: is an event file. Name another file.")
-
-
-def write_output(path: str, sources: Sequence[str], data: bytes) -> None:
-    """Replace the output file atomically. Those who may read the event files may read it. Raises OptionError."""
-    where = Path(path)
-    mode = 0o666
-    try:
-        for source in sources:
-            mode &= os.stat(source).st_mode
-        folder = os.open(where.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            write_file(folder, where.name, data, mode | 0o600)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise OptionError(
-            f"-o/--output: {path!r}: cannot be written ({error.strerror}). Name a file that this user can write."
-        ) from None
