@@ -69,7 +69,7 @@ def run(directory: Path, end: str) -> tuple[int, str, str]:
     """Run the script in a process that forks from one that has imported torch, as workers do."""
     script = directory / "script.py"
     script.write_text(
-        "from elasticstate.worker.contexts.gloo import watch_models\nwatch_models()" + SCRIPT.format(end=end)
+        "from elasticstate.worker.gloo_rest import watch_models\nwatch_models()" + SCRIPT.format(end=end)
     )
     return forks.Started(forks.template(), directory / "output", [script], forks.environment()).finish(100)
 
