@@ -74,5 +74,5 @@ def test_a_gloo_job_imports_no_plug_in(tmp_path: Path) -> None:
 def test_an_mpi_job_imports_its_plug_in(tmp_path: Path) -> None:
     """Shows that the test above would find a plug-in."""
     found = modules_by_role(tmp_path, "mpi")
-    for name, count in {"driver": 1, "agent": 1, "worker": 2}.items():
-        assert [f"elasticstate.mpi.{name}" in modules for modules in found[name]] == [True] * count
+    for name, part, count in (("driver", "driver_part", 1), ("agent", "agent_part", 1), ("worker", "worker", 2)):
+        assert [f"elasticstate.mpi.{part}" in modules for modules in found[name]] == [True] * count

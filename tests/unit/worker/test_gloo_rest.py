@@ -68,9 +68,7 @@ LATE_PEER = """if child:
 def run(directory: Path, end: str) -> tuple[int, str, str]:
     """Run the script in a process that forks from one that has imported torch, as workers do."""
     script = directory / "script.py"
-    script.write_text(
-        "from elasticstate.worker.gloo_rest import watch_models\nwatch_models()" + SCRIPT.format(end=end)
-    )
+    script.write_text("from elasticstate.worker.gloo_rest import watch_models\nwatch_models()" + SCRIPT.format(end=end))
     return forks.Started(forks.template(), directory / "output", [script], forks.environment()).finish(100)
 
 
