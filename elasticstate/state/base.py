@@ -64,10 +64,18 @@ def search(root: object, stops: tuple[type, ...] = ()) -> tuple[list[object], bo
         value = pending.popleft()
         found.append(value)
         for child in _children(value) if not isinstance(value, stops) else ():
-            if not isinstance(child, _ATOMS) and id(child) not in seen:
+            if id(child) not in seen and _answers(child) and not isinstance(child, _ATOMS):
                 seen.add(id(child))
                 pending.append(child)
     return found, not pending
+
+
+def _answers(value: object) -> bool:
+    """Return False for a proxy that raises whatever it is asked, as Werkzeug's do outside of a request."""
+    try:
+        return value.__class__ is not None
+    except Exception:
+        return False
 
 
 def _children(value: Any) -> list[Any]:

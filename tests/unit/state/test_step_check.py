@@ -496,3 +496,24 @@ def test_a_script_that_trains_what_the_state_has_now() -> None:
     state.restore()
     with StepCheck(state, lambda: None):
         step(state.agent.net, state.agent.optimizer)
+
+
+class Unbound:
+    """A proxy without what it stands for, as Werkzeug's outside of a request."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError("working outside of request context")
+
+
+class AgentWithProxy(Agent):
+    def __init__(self) -> None:
+        self.request = Unbound()
+        super().__init__()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "request"}
+
+
+def test_an_object_with_a_proxy_that_answers_nothing_is_searched() -> None:
+    state = TorchState(agent=AgentWithProxy(), step=0)
+    train(state, lambda: step(state.agent.net, state.agent.optimizer))
