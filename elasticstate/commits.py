@@ -1,4 +1,4 @@
-"""Commit storage of a job on one host: a directory for commits, which outlive workers and agents.
+"""Commit storage of a job on one host: a directory for commits, which outlive workers and agents; headers and seals.
 
 ::
 

@@ -1,4 +1,6 @@
-"""Tracebacks of errors that a script has caused: they have the lines of the script.
+"""Errors as a user sees them: their tracebacks, their chains, and the file that a worker leaves for its agent.
+
+Tracebacks of errors that a script has caused have the lines of the script.
 
 The message of a wrong use names the problem and the remedy. The frames of this package only hide the message. In an
 error of the script's own function they only show that ``run`` has called it.
@@ -19,9 +21,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from elasticstate.errors import NotInWorldError, OptionError, StateError, UnreachableError, UsageError
-
-# ----------------------------------------------------------------------------------------------------------- tracebacks
-
 
 # ----------------------------------------------------------------------------------------------------------- tracebacks
 

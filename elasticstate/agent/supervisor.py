@@ -1,4 +1,4 @@
-"""Supervision of the workers of one host: liveness, hangs, and the stamps that the driver gets."""
+"""Supervision of the workers of one host: liveness, hangs, the lease, and the stamps that the driver gets."""
 
 from __future__ import annotations
 

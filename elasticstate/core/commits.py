@@ -1,4 +1,6 @@
-"""Retained commits: commits in memory that outlive their workers; the agents keep them (I3).
+"""Commits without a worker, and work without a commit.
+
+Retained commits are commits in memory that outlive their workers; the agents keep them (I3).
 
 While a member of the newest world lives that began this world with the job's state, the commits of that member decide:
 it has sealed every commit that all members have sealed. This is not true for a member that ended ticks without training

@@ -1,4 +1,4 @@
-"""Figures of a job: each is measured, or a lower bound if a report is missing.
+"""Figures of a job, and the account of its time: each is measured, or a lower bound if a report is missing.
 
 ``JobFigures`` is the only source of the figures in the summary, in the event ``job_finished`` and in the status.
 """

@@ -1,4 +1,6 @@
-"""Hangs: which collective was not entered by all ranks when --hang-timeout ended a generation.
+"""Worlds that make no progress: hangs, and standstills.
+
+A hang: which collective was not entered by all ranks when --hang-timeout ended a generation.
 
 The members of the ended generation report the collectives that they have entered. In each group, collectives have
 numbers, and each rank enters them in this order. So the first collective that a rank has not entered is the one after

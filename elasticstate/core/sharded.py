@@ -1,8 +1,8 @@
-"""The commit line of a sharded job: the newest commit of which all shards can be read.
+"""Sharded jobs: the replication of shards, and the commit line, the newest commit of which all shards can be read.
 
 A commit holds the shards of one slot. The layout of a generation names the shard digest of each slot; slots with equal
 digests hold the same shards. A commit is reachable if, for each digest of its generation's layout, some host that the
-driver reaches has a copy: in a slot's own two buffers, or a kept copy (see sharded.py). The newest reachable commit
+driver reaches has a copy: in a slot's own two buffers, or a kept copy. The newest reachable commit
 is the line, and each world of a sharded job starts from it.
 
 A layout counts when a member is behind the barrier of ``attach``, where all members have sealed ``(g, 0)``. Before

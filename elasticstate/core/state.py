@@ -80,9 +80,6 @@ def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> Placement:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- state
-
-
 # --------------------------------------------------------------------------------------------------------------- phases
 # The phases of a job, and why a generation has ended. Frozen values.
 #

@@ -51,9 +51,6 @@ def exception_line(error: str) -> str:
     return next((line for line in lines[frames[-1] :] if not line.startswith(" ")), "")
 
 
-# ---------------------------------------------------------------------------------------------------------------- types
-
-
 # -------------------------------------------------------------------------------------------------------------- message
 # Message: the base of all messages of the control plane.
 

@@ -1,4 +1,4 @@
-"""DurableCopies: decides when a durable copy of the job's state is saved, and by which agents (see durable.py).
+"""DurableCopies: decides when a durable copy of the job's state is saved, and by which agents.
 
 One copy at a time. If several agents save parts of it, one of them completes the copy when all parts are saved; the
 failure of one part is the failure of the copy. The next copy begins ``--durable-interval`` after the begin of the last

@@ -1,4 +1,4 @@
-"""JobState: the state of a job that the parts of its driver share."""
+"""Shared by the parts of a driver: the state of its job, the queue of events, background tasks, and the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of the log that strangers or libraries can cause as often as they like."""
+"""The driver's output besides its report: counted lines, libraries' messages, troubles, tails, and the live line."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ from elasticstate.screen.screen import Screen
 from elasticstate.terminal import printable
 from elasticstate.threads import in_thread
 from elasticstate.writing import Watch, Writer
-
-# --------------------------------------------------------------------------------------------------------------- output
-
 
 # -------------------------------------------------------------------------------------------------------- counted lines
 

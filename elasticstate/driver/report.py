@@ -1,4 +1,4 @@
-"""Report of a job: log lines for people, the event file for programs, and the summary at the end."""
+"""Report of a job: lines for people, the event file for programs, the summary at the end, and ``launch()``'s result."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ from elasticstate.private import make_file, open_directory, write_file
 from elasticstate.terminal import message
 from elasticstate.threads import in_thread
 from elasticstate.writing import Writer
-
-# --------------------------------------------------------------------------------------------------------------- report
-
 
 # --------------------------------------------------------------------------------------------------------------- report
 

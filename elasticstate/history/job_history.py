@@ -1,4 +1,4 @@
-"""History of one run of a job, made from its events in one pass."""
+"""History of one run of a job, with its workers and the copies of its commits, made from its events in one pass."""
 
 from __future__ import annotations
 

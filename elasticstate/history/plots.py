@@ -1,4 +1,4 @@
-"""Plots of the report about training: world sizes, goodput, rates of ticks, downtimes."""
+"""Plots of the report: world sizes, goodput, rates of ticks, downtimes, copies of commits."""
 
 from __future__ import annotations
 

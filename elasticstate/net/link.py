@@ -1,4 +1,6 @@
-"""The Unix socket between an agent and the workers of its host: SOCK_SEQPACKET, one datagram is one message.
+"""The Unix sockets of an agent: to its host's workers, to its template process, and for the store of plain workers.
+
+That to the workers is SOCK_SEQPACKET: one datagram is one message.
 
 The worker's end is handed over to its sentinel (native/sentinel.cpp). The agent's end belongs to an asyncio loop and
 never blocks it: messages that a worker does not read stay in a queue, at most until its heartbeat times out.

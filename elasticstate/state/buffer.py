@@ -1,4 +1,4 @@
-"""Buffer: one of the two buffers of a commit storage, a file in the format of layout.py that may hold a commit."""
+"""Buffer: one of the two files of a commit storage, in the format of layout.py; and the plan from tensors to it."""
 
 from __future__ import annotations
 

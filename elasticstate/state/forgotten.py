@@ -1,4 +1,4 @@
-"""A warning about objects of the script that change while it trains, and that no commit contains.
+"""Warnings about what changes while a script trains and no commit contains: its objects, and gradients that add up.
 
 A worker that is restarted begins with new ones: with a forgotten scheduler it would train at another learning rate than
 the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten average

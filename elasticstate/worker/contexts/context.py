@@ -29,9 +29,6 @@ from elasticstate.options import WorkerEnvironment
 # -------------------------------------------------------------------------------------------------------------- context
 
 
-# -------------------------------------------------------------------------------------------------------------- context
-
-
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Data with which a worker meets the other members of a generation."""
