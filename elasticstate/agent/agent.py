@@ -149,6 +149,7 @@ class _End(NamedTuple):
 
     status: int
     keeps_commits: bool = False
+    is_driverless: bool = False  # no driver will remove the job's directory
 
 
 class Service:
@@ -257,6 +258,9 @@ class Service:
             end = _End(128 + signal.SIGINT, keeps_commits=True)
         for task in beside:
             task.cancel()
+        await asyncio.wait(beside)  # else a directory that is removed below is missed, and made anew
+        if end.is_driverless:
+            await in_thread(self._job.place.remove_job)
         await self._close(end.keeps_commits)
         return end.status
 
@@ -304,8 +308,7 @@ class Service:
         except ConnectionError as error:
             self._job.log(f"stopping the workers: no driver within --driver-timeout of {timeout_s:g} s ({error})")
             await self._workers.stop_all()
-            await in_thread(self._job.place.remove_job)
-            return _End(1)
+            return _End(1, is_driverless=True)
         await self._workers.all_started()
         self._send_host_report()
         self._preemption.report()

@@ -121,7 +121,11 @@ class Scene:
         self.refusals.append(reason)
 
     async def start(self, **changes: Any) -> None:
-        """Start an agent. A second call starts another agent for the same host."""
+        """Start an agent. A second call starts another agent for the same host.
+
+        ``program``: arguments of Python, if it is not the usual program.
+        """
+        program = changes.pop("program", ("-m", "elasticstate.agent"))
         job = self.directory / "job"
         if not self.port:
             self.port = self.server.listen("127.0.0.1")
@@ -145,8 +149,7 @@ class Scene:
         launch = msgspec.structs.replace(launch, **changes)
         self.agent = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "elasticstate.agent",
+            *program,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -93,6 +93,27 @@ def test_without_a_driver_a_hold_is_released_and_training_goes_on_for_a_while(tm
     play(tmp_path, scenario)
 
 
+def test_the_jobs_directory_is_not_made_anew_after_the_last_agent_has_removed_it(tmp_path: Path) -> None:
+    always_looking = """
+import runpy
+import elasticstate.agent.supply
+elasticstate.agent.supply._LOOK_INTERVAL_S = 0.0
+runpy.run_module("elasticstate.agent", run_name="__main__")
+"""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start(program=("-c", always_looking))
+        await scene.serve("sleep", "100", driver_timeout_s=0.1, stop_timeout_s=0.1)
+        await scene.hear(messages.Started)
+        await scene.server.stop()
+        status, rest = await scene.end()
+        assert status == 1
+        assert "no driver within --driver-timeout" in rest
+        assert not (scene.directory / "job").exists()
+
+    play(tmp_path, scenario)
+
+
 def test_after_end_a_hold_is_not_released(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
