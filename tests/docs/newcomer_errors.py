@@ -1,12 +1,13 @@
-"""The common mistakes of docs/troubleshooting.md: they are made, and what they print is what the page shows.
+"""The common mistakes: they are made, and what they print is what is written down.
 
-On the page, ``<!-- case: NAME -->`` stands before the terminal of a mistake: lines with ``$`` are commands, the others
-the lines of their output that matter (``shown``). The script of a mistake is in ``tests/docs/mistakes/``, and ``CASES``
+Those that need more words than their message are in docs/troubleshooting.md, the others in ``plain_mistakes.txt``.
+There ``<!-- case: NAME -->`` stands before the terminal of a mistake: lines with ``$`` are commands, the others the
+lines of their output that matter (``shown``). The script of a mistake is in ``tests/docs/mistakes/``, and ``CASES``
 holds the rest::
 
     python tests/docs/newcomer_errors.py                    print the output of all cases
     python tests/docs/newcomer_errors.py no-state           print the output of one case
-    python tests/docs/newcomer_errors.py --update [NAME]    write the output into the page
+    python tests/docs/newcomer_errors.py --update [NAME]    write the output into its file
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGES = (ROOT / "docs" / "troubleshooting.md", Path(__file__).with_name("plain_mistakes.txt"))
 SCRIPTS = Path(__file__).with_name("mistakes")
 FILES = {".py": "train.py", ".txt": "train.py", ".sh": "discover.sh"}  # suffix of a script -> name in the run
 HOME = "/home/you"  # the directory of the files on the page
@@ -248,9 +249,10 @@ CASES = {
 
 
 def examples() -> dict[str, Example]:
-    """Return the examples of the page by name."""
+    """Return the examples of both files by name."""
     found: dict[str, Example] = {}
-    for name, text in MARK.findall(PAGE.read_text(encoding="utf-8")):
+    for name, text in MARK.findall("".join(page.read_text(encoding="utf-8") for page in PAGES)):
+        assert name not in found, f"{name} is written down twice"
         lines = text.splitlines()
         commands = tuple(line[2:] for line in lines if line.startswith("$ "))
         found[name] = Example(name, commands, "\n".join(line for line in lines if not line.startswith("$ ")))
@@ -340,7 +342,7 @@ def run_all(names: Iterable[str]) -> Iterator[tuple[str, Result]]:
 
 
 def update(results: dict[str, Result]) -> None:
-    """Write outputs into the page. A block whose output is the same but for unstable parts stays as it is."""
+    """Write outputs into their files. A block whose output is the same but for unstable parts stays as it is."""
     known = examples()
 
     def replace(match: re.Match[str]) -> str:
@@ -350,7 +352,8 @@ def update(results: dict[str, Result]) -> None:
         commands = "".join(f"$ {command}\n" for command in known[name].commands)
         return match[0].replace(text, f"{commands}{results[name].output}\n")
 
-    PAGE.write_text(MARK.sub(replace, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(MARK.sub(replace, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _free_port() -> str:

@@ -1,4 +1,4 @@
-"""The mistakes of docs/troubleshooting.md print what the page shows."""
+"""The common mistakes print what docs/troubleshooting.md and plain_mistakes.txt show."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import difflib
 from tests.docs.newcomer_errors import CASES, HOME, ROOT_CAUSE, examples, run_all, shown, stable
 
 
-def test_the_page_has_each_case_once() -> None:
+def test_each_case_is_written_down_once() -> None:
     assert sorted(examples()) == sorted(CASES)
 
 
-def test_each_mistake_prints_what_the_page_shows() -> None:
+def test_each_mistake_prints_what_is_written_down() -> None:
     results = dict(run_all(CASES))
     wrong = []
     for name, example in examples().items():
@@ -26,8 +26,8 @@ def test_each_mistake_prints_what_the_page_shows() -> None:
             wrong.append(f"{name}: the output has a frame of the package:\n{result.complete}")
         on_page, printed = stable(example.output), stable(result.output)
         if printed != on_page:
-            wrong += difflib.unified_diff(on_page, printed, f"{name} on the page", f"{name} as printed", lineterm="")
-    assert not wrong, "\n".join([*wrong, "To update the page: python tests/docs/newcomer_errors.py --update"])
+            wrong += difflib.unified_diff(on_page, printed, f"{name} as written", f"{name} as printed", lineterm="")
+    assert not wrong, "\n".join([*wrong, "To update: python tests/docs/newcomer_errors.py --update"])
 
 
 def test_a_block_has_the_lines_that_matter() -> None:
