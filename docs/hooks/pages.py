@@ -67,6 +67,8 @@ def option_notes() -> dict[str, str]:
     """Return the hand-written notes: first name of the option -> Markdown."""
     text = NOTES.read_text(encoding="utf-8")
     parts = re.split(r"^## `(.+)`$", text, flags=re.MULTILINE)[1:]
+    for line in re.findall(r"^## (?!`[^`]+`$).*", text, flags=re.MULTILINE):
+        log.warning("%s: the heading is not the name of an option alone: %s", NOTES.name, line)
     return {name: note.strip() for name, note in zip(parts[::2], parts[1::2], strict=True)}
 
 
