@@ -1,7 +1,8 @@
-"""MkDocs hooks: pages made from files of the repository, links between both, and the reference of the command line."""
+"""MkDocs hooks: pages made from files of the repository, links between both, the reference of options and events."""
 
 from __future__ import annotations
 
+import ast
 import logging
 import posixpath
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from elasticstate.core import event_file
 from elasticstate.options import Declaration, declarations
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,7 @@ COPIES = {  # file of the repository -> page of the site with its text
 PAGES = {**COPIES, "MIGRATION.md": "guides/horovod.md"}  # file of the repository -> page that a link to it opens
 NOTES = ROOT / "docs" / "reference" / "option-notes.md"
 OPTIONS_MARK = "<!-- the options: docs/hooks/pages.py -->"
+EVENTS_MARK = "<!-- the events: docs/hooks/pages.py -->"
 LINK = re.compile(r"(?<!!)\[(?P<text>[^][]*(?:\[[^][]*\][^][]*)*)\]\((?P<target>[^()\s]+)\)")
 
 log = logging.getLogger("mkdocs.hooks.pages")
@@ -39,6 +42,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = next((name for name, other in COPIES.items() if other == path), None)
     folder = posixpath.dirname(source if source is not None else f"docs/{path}")
     markdown = markdown.replace(OPTIONS_MARK, option_reference()) if OPTIONS_MARK in markdown else markdown
+    markdown = markdown.replace(EVENTS_MARK, event_reference()) if EVENTS_MARK in markdown else markdown
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     for index in range(0, len(parts), 2):  # the parts between code blocks
         parts[index] = LINK.sub(lambda match: _link(match, folder, path, files), parts[index])
@@ -107,3 +111,28 @@ def _section(option: Declaration, note: str) -> list[str]:
 
 def _value(kind: Any) -> str:
     return str(kind.valid).replace("|", "\\|").replace("*", "\\*") if kind.metavar else "none; it is a switch"
+
+
+# ---------------------------------------------------------------------------------------------------- the event file
+
+
+def event_reference() -> str:
+    """Return the table of all events with their fields, made from the classes in elasticstate/core/event_file.py."""
+    source = Path(event_file.__file__).read_text(encoding="utf-8")
+    comments = [line.partition("  # ")[2] for line in source.splitlines()]
+    fields = {"CommonFields": ""}  # by class
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name not in fields:
+            bases = [fields.get(base.id, "") for base in node.bases if isinstance(base, ast.Name)]
+            own = [_field(line, comments[line.lineno - 1]) for line in node.body if isinstance(line, ast.AnnAssign)]
+            fields[node.name] = ", ".join(filter(None, [*bases, *own]))
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):  # a name that is a keyword
+            fields[node.targets[0].id] = f"`for` ({comments[node.lineno - 1]})"
+    events = event_file.by_name()
+    rows = [f"| `{name}` | {fields[event.__name__] or '-'} |" for name, event in events.items()]
+    return "\n".join(["| event | fields besides the common ones |", "|---|---|", *rows])
+
+
+def _field(line: ast.AnnAssign, comment: str) -> str:
+    or_null = " or null" if ast.unparse(line.annotation).rstrip("]").endswith("| None") else ""
+    return f"`{ast.unparse(line.target)}`{or_null}{f' ({comment})' if comment else ''}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from elasticstate.core import types as t
+from elasticstate.core import event_file, types as t
 from elasticstate.core.commits import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
 from elasticstate.core.figures import (
     NAMES,
@@ -177,7 +177,7 @@ def job_failed(d: Draft) -> None:
 def next_generation(d: Draft) -> None:
     """End the account of the present generation. Call it before the next world is entered."""
     account = d.ledger.account.until(d.now)
-    d.note("generation_finished", **account.fields())
+    d.note(event_file.GenerationFinished, **account.fields())
     d.update_ledger(account=account.with_next_generation(d.now))
 
 
@@ -198,7 +198,7 @@ def training_resumed(d: Draft, at: float) -> None:
     down_since = d.ledger.down_since
     if down_since is not None:
         losses = dataclasses.replace(d.ledger.losses, downtime_s=at - down_since)
-        d.note("training_resumed", **losses.fields())
+        d.note(event_file.TrainingResumed, **losses.fields())
         d.update_ledger(total=d.ledger.total + losses, losses=Losses(), down_since=None)
 
 

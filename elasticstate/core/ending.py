@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from elasticstate.core import accounting, types as t
+from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.diagnostics import names
 from elasticstate.core.hangs import begin_hang
 from elasticstate.core.sharded import find_line, is_sharded
@@ -29,7 +29,7 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> 
         accounting.job_failed(d)
     if cause is not None:
         d.note(
-            "root_cause",
+            event_file.RootCause,
             reason=cause.reason,
             worker=str(cause.worker) if cause.worker else None,
             rank=cause.rank,
@@ -89,7 +89,7 @@ def end_at(d: Draft, tick: int, cause: str) -> None:
     """Change from Running to Forming by plan: at the end of ``tick`` all members save and leave."""
     generation = d.generation
     d.effects.append(t.End(generation, tick, cause))
-    d.note("end", cause=cause, at=tick)
+    d.note(event_file.End, cause=cause, at=tick)
     drains = any(member.draining for member in d.members()) if d.draining else False
     d.phase = Forming(since=d.now, ended=generation, at_tick=tick, cause=cause, failure=None, clock=None, drains=drains)
 
@@ -101,7 +101,7 @@ def end_now(d: Draft, failure: Failure) -> None:
     cause = failure.cause.reason
     accounting.generation_failed(d)
     d.effects.append(t.End(generation, None, cause, failure.hang))
-    d.note("end", cause=cause, at="now")
+    d.note(event_file.End, cause=cause, at="now")
     if failure.hang:
         begin_hang(d, d.members())
     d.phase = Forming(

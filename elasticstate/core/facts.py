@@ -13,6 +13,7 @@ from math import inf
 from elasticstate.core import (
     accounting,
     commits,
+    event_file,
     partition,
     plain,
     sharded,
@@ -133,7 +134,7 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     d.put_host(host, agent="joined", may_live_until=-inf, report="agent connected", reported_at=d.now, loss="")
     commits.replace_commits(d, host.name, dict(event.commits), dict(event.previous))
     sharded.host_reports(d, host.name, event.kept)
-    d.note("agent_joined", host=host.name)
+    d.note(event_file.AgentJoined, host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
         partition.record_incarnation(d, worker)
     if host.may_live_until > -inf and not event.workers:
@@ -153,7 +154,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     loss = "" if expected or notice else event.reason
     host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss)
     if not expected:
-        d.note("agent_lost", host=host.name, reason=event.reason)
+        d.note(event_file.AgentLost, host=host.name, reason=event.reason)
     slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
     workers = [d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None]
     for worker in workers:
@@ -184,7 +185,7 @@ def _host_draining(d: Draft, event: t.HostDraining) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "joined" and not host.draining:
         d.put_host(host, draining=f"preemption notice: {event.reason}")
-        d.note("host_draining", host=host.name, reason=event.reason)
+        d.note(event_file.HostDraining, host=host.name, reason=event.reason)
 
 
 # --------------------------------------------------------------------------------------------- the ends of workers
@@ -266,7 +267,7 @@ def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int 
     d.remove(worker)
     d.put_slot(worker.id.slot_id, worker=None)
     d.note(
-        "worker_exited",
+        event_file.WorkerExited,
         worker=str(worker.id),
         host=worker.id.host,
         slot=worker.id.slot,
@@ -282,7 +283,7 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
     if worker is None or worker.gone:
         return
     report_hang(d)
-    d.note("worker_unresponsive", worker=str(worker.id), reason=event.reason)
+    d.note(event_file.WorkerUnresponsive, worker=str(worker.id), reason=event.reason)
     if isinstance(d.phase, Finishing):
         return  # the worker's exit decides
     if d.breaks(worker):
@@ -367,7 +368,7 @@ def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
     if worker.ready is not None:
         d.put(worker, ready=ready, commit=ready.commit, reported_at=d.now)
         return
-    d.note("worker_ready", worker=str(worker.id), host=worker.id.host, slot=worker.id.slot)
+    d.note(event_file.WorkerReady, worker=str(worker.id), host=worker.id.host, slot=worker.id.slot)
     d.put(
         worker,
         ready=ready,

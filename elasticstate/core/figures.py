@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from elasticstate.core.event_file import FigureFields, GenerationFinished, LossFields, TimeFields
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import number_of
 
@@ -75,9 +75,11 @@ class Times(Struct, frozen=True, gc=False):
         seconds = min(seconds, has)
         return replace(self, **{source: has - seconds, target: getattr(self, target) + seconds})
 
-    def fields(self) -> dict[str, object]:
+    def fields(self) -> TimeFields:
         """Return the times as fields of an event."""
-        badput = {cause: round(seconds, 6) for cause, seconds in self.badput().items() if seconds >= 1e-6}
+        badput: dict[str, float] = {
+            cause: round(seconds, 6) for cause, seconds in self.badput().items() if seconds >= 1e-6
+        }
         return {"wall_s": round(self.wall_s, 6), "goodput_s": round(self.goodput, 6), "badput_s": badput}
 
     def __add__(self, other: Times) -> Times:
@@ -123,7 +125,7 @@ class TimeAccount(Struct, frozen=True, gc=False):
         account = self.until(now)
         return account.earlier + account.present
 
-    def fields(self) -> dict[str, object]:
+    def fields(self) -> GenerationFinished:
         """Return the parts of the present generation as fields of an event."""
         return {**self.present.fields(), "redone_earlier_s": round(self.redone_earlier_s, 6)}
 
@@ -293,11 +295,14 @@ class Losses:
             self.unfinished_s + other.unfinished_s,
         )
 
-    def fields(self) -> dict[str, object]:
+    def fields(self) -> LossFields:
         """Return the figures as fields of an event."""
-        downtime_s = None if self.downtime_s is None else round(self.downtime_s, 6)
-        fields: dict[str, object] = dict(zip(NAMES, (downtime_s, self.commits, self.ticks), strict=True))
-        fields["lower_bounds"] = [name for name in NAMES if name in self.lower_bounds]
+        fields: LossFields = {
+            "downtime_s": None if self.downtime_s is None else round(self.downtime_s, 6),
+            "commits_lost": self.commits,
+            "ticks_lost": self.ticks,
+            "lower_bounds": [name for name in NAMES if name in self.lower_bounds],
+        }
         if uncommitted_s := round(self.uncommitted_s, 6):
             fields["uncommitted_s"] = uncommitted_s
         if unfinished_s := round(self.unfinished_s, 6):
@@ -305,7 +310,7 @@ class Losses:
         return fields
 
 
-def losses_text(fields: Mapping[str, Any]) -> str:
+def losses_text(fields: LossFields) -> str:
     """Return ``0.09 s, 0 commits lost, 2 ticks redone``. A lower bound begins with ``at least``.
 
     Work that was lost because the job had never committed, or in long ticks that were not completed, follows.
@@ -360,11 +365,15 @@ class JobFigures:
         """Share of the wall time, 0 to 1; None if no tick was completed."""
         return self.times.goodput / max(self.wall_s, 1e-9) if self.has_ticked else None
 
-    def fields(self) -> dict[str, object]:
+    def fields(self) -> FigureFields:
         """Return the figures as fields of an event."""
-        goodput = None if self.goodput is None else round(self.goodput, 4)
-        counts = {"generations": self.generations, "failures": self.failures}
-        return {**counts, **self.losses.fields(), "goodput": goodput, **self.times.fields()}
+        return {
+            "generations": self.generations,
+            "failures": self.failures,
+            **self.losses.fields(),
+            "goodput": None if self.goodput is None else round(self.goodput, 4),
+            **self.times.fields(),
+        }
 
     def text(self) -> str:
         """Return ``3 generations, 2 failures, downtime 4.20 s, 0 commits lost, 2 ticks redone, goodput 83.1%, badput:

@@ -18,7 +18,7 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elasticstate.core import types as t
+from elasticstate.core import event_file, types as t
 from elasticstate.core.state import (
     Draft,
     Finishing,
@@ -120,7 +120,7 @@ def report_hang(d: Draft) -> None:
     d.update_ledger(hang=replace(hang, found=found))
     call = found.collective
     d.note(
-        "hang",
+        event_file.Hang,
         ended=hang.generation,
         call=call.text if call is not None else None,
         group=call.group if call is not None else None,
@@ -306,7 +306,7 @@ def _report(d: Draft, standstill: Standstill, members: Sequence[Worker]) -> Stan
     shown.update({report.line: rank for rank, report in sorted(reports.items(), reverse=True)}.values())
     text = where.text()
     d.note(
-        "no_tick",
+        event_file.NoTick,
         seconds=round(d.now - standstill.since, 3),
         ticks=standstill.ticks,
         call=call.text if call is not None else None,
@@ -343,4 +343,4 @@ def _end(d: Draft, standstill: Standstill, reason: str, goes_on: bool) -> None:
     if goes_on:
         d.update_ledger(account=d.ledger.account.with_completed_tick(d.now))
     if standstill.text:
-        d.note("no_tick_ended", seconds=round(d.now - standstill.since, 3), goes_on=goes_on, reason=reason)
+        d.note(event_file.NoTickEnded, seconds=round(d.now - standstill.since, 3), goes_on=goes_on, reason=reason)

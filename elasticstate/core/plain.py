@@ -13,7 +13,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from elasticstate.core import accounting, types as t
+from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, fail_without_progress, first_cause
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
@@ -138,7 +138,7 @@ def waiting_plain(d: Draft, phase: Waiting) -> None:
         return
     if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
         what = f"at least {number_of(d.policy.fewest(d.generation), 'free slot')}"
-        d.note("waiting", **{"for": what, "who": listed(list(missing(d, d.now)), "; ")})
+        d.note_waiting(what, listed(list(missing(d, d.now)), "; "))
         d.phase = replaced(phase, noticed=True)
 
 
@@ -239,7 +239,7 @@ def _exits_awaited(d: Draft, present: Round) -> str:
         waited_s = d.now - present.exits_since
         have = "has" if len(finished) == 1 else "have"
         done = f"{listed(map(str, finished))} {have} exited with 0, the first {waited_s:.0f} s ago"
-        d.note("waiting", **{"for": f"the exit of all workers; {done}", "who": who})
+        d.note_waiting(f"the exit of all workers; {done}", who)
         d.update_ledger(round=replace(present, noticed=True))
     return f"waiting for the exit of {who}"
 
@@ -274,7 +274,7 @@ def reattach_round(d: Draft, members: tuple[t.Placement, ...], absent: list[str]
 # ----------------------------------------------------------------------------------------------------- ends of rounds
 
 
-def _end(d: Draft, present: Round, cause: str, **more: object) -> None:
+def _end(d: Draft, present: Round, cause: str, more: event_file.PlainEndFields | None = None) -> None:
     """Stop all workers of the round. The next round starts when they have exited.
 
     ``more``: further fields of the event.
@@ -284,7 +284,7 @@ def _end(d: Draft, present: Round, cause: str, **more: object) -> None:
     for slot_id, slot in list(d.slots.items()):
         if slot.finished:
             d.put_slot(slot_id, finished=False)
-    d.note("end", cause=cause, at="now", **more)
+    d.note(event_file.End, cause=cause, at="now", **(more or {}))
     d.update_ledger(round=replace(present, end=cause) if d.workers else None, is_broken=True)
     d.phase = Waiting(since=d.now) if isinstance(d.phase, Together) else d.phase
     d.reason = cause
@@ -292,7 +292,7 @@ def _end(d: Draft, present: Round, cause: str, **more: object) -> None:
 
 def _change(d: Draft, present: Round, cause: str) -> None:
     """End the round by plan. End the job if planned changes count and exceed --reset-limit."""
-    _end(d, present, cause, planned=True)
+    _end(d, present, cause, {"planned": True})
     if d.policy.counts_changes and (reason := count_reset(d, d.now, "world")):
         fail_job(d, f"{reason}; last: {cause}")
 
@@ -317,7 +317,7 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
         no_progress_cause=first,
         outage=failure.cause if _is_plain(d) else ledger.outage or failure.cause,
     )
-    _end(d, present, failure.cause.reason, **_attempt(d, failure))
+    _end(d, present, failure.cause.reason, _attempt(d, failure))
     if row >= policy.max_no_progress and not restarts_are_limited(d):
         soon = f"less than {long_s(d):g} s after its start"
         fail_without_progress(d, f"no progress: {row} times in a row a worker failed {soon}", first)
@@ -330,7 +330,7 @@ def restarts_are_limited(d: Draft) -> bool:
     return bool(d.policy.reset_limit) and d.ledger.kind != "elastic"
 
 
-def _attempt(d: Draft, failure: Failure) -> dict[str, object]:
+def _attempt(d: Draft, failure: Failure) -> event_file.PlainEndFields:
     """Return which attempt of how many has failed, and why. ``attempts`` is None where there is no limit."""
     policy, ledger = d.policy, d.ledger
     number, limit = ledger.restarts, None

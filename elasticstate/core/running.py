@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, types as t
+from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.commits import check_commits
 from elasticstate.core.diagnostics import leavers, names
 from elasticstate.core.ending import (
@@ -136,7 +136,7 @@ def _hold(d: Draft, phase: Running, members: list[Worker], cause: str) -> None:
     d.update_ledger(holds=d.ledger.holds + 1)
     d.phase = replace(phase, hold_since=d.now, hold_cause=cause)
     d.effects.append(t.Hold(d.generation, d.ledger.holds))
-    d.note("hold", cause=cause)
+    d.note(event_file.Hold, cause=cause)
     d.reason = f"hold: {cause}"
 
 
@@ -152,9 +152,13 @@ def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
         _release(d, phase, f"no answer from {names(silent)}")
         failed = d.ledger.holds_failed + 1
         d.update_ledger(holds_failed=failed)
-        d.note("warning", text=f"no answer to a hold within {d.policy.hold_timeout_s:g} s from {names(silent)}")
+        d.note(
+            event_file.Warning, text=f"no answer to a hold within {d.policy.hold_timeout_s:g} s from {names(silent)}"
+        )
         if failed == FAILED_HOLDS_IN_A_ROW:
-            d.note("warning", text=f"{failed} holds in a row failed. Call commit() equally often on all ranks.")
+            d.note(
+                event_file.Warning, text=f"{failed} holds in a row failed. Call commit() equally often on all ranks."
+            )
     else:
         d.reason = f"hold: waiting for the answer of {names(silent)}"
 
@@ -163,7 +167,7 @@ def _release(d: Draft, phase: Running, cause: str) -> None:
     d.phase = replace(phase, hold_since=None, hold_cause="")
     d.update_ledger(released_at=d.now)
     d.effects.append(t.Release(d.generation))
-    d.note("release", cause=cause)
+    d.note(event_file.Release, cause=cause)
     d.reason = f"hold released: {cause}"
 
 
@@ -230,7 +234,7 @@ def become_running(
     enter(d, world)
     d.effects.append(t.PublishWorld(world))
     d.note(
-        "world_formed",
+        event_file.WorldFormed,
         size=world.size,
         hosts=world.members[0].cross_size,
         joined=[str(p.worker) for p in world.members if p.worker not in before],
@@ -270,15 +274,13 @@ def _with_notices(d: Draft, phase: Running, members: list[Worker]) -> Running:
         outside = names([member for member in members if not member.in_gate])
         d.reason = f"waiting in the exit gate for {outside}"
         if "gate" not in phase.noticed and d.now >= phase.gate_since + notice_s:
-            d.note("waiting", **{"for": "all members in the exit gate", "who": outside})
+            d.note_waiting("all members in the exit gate", outside)
             return replace(phase, noticed=(*phase.noticed, "gate"))
     elif "ticks" not in phase.noticed:
         late = [w for w in _behind(members) if d.now >= w.ticks_at + notice_s]
         if late:
             completed = max(member.ticks for member in members)
-            d.note(
-                "waiting", **{"for": f"tick {completed} on all members", "who": names(late), "remedy": _UNEQUAL_TICKS}
-            )
+            d.note_waiting(f"tick {completed} on all members", names(late), _UNEQUAL_TICKS)
             return replace(phase, noticed=(*phase.noticed, "ticks"))
     return phase
 
@@ -299,7 +301,7 @@ def become_finishing(d: Draft) -> None:
     """Enter Finishing: all members are in the exit gate. The core leaves Finishing when all workers have exited."""
     if isinstance(d.phase, Running) and d.phase.hold_since is not None:
         d.effects.append(t.Release(d.generation))
-        d.note("release", cause="all members are in the exit gate")
+        d.note(event_file.Release, cause="all members are in the exit gate")
     if d.ledger.has_ticked:
         gate_since = d.phase.gate_since if isinstance(d.phase, Running) else None
         accounting.training_resumed(d, d.now if gate_since is None else gate_since)
@@ -319,7 +321,7 @@ def finishing(d: Draft, phase: Finishing) -> None:
         return
     d.reason = f"exit gate open: waiting for the exit of {names(awaited)}"
     if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
-        d.note("waiting", **{"for": "the exit of all members; the exit gate is open", "who": names(awaited)})
+        d.note_waiting("the exit of all members; the exit gate is open", names(awaited))
         d.phase = replace(phase, noticed=True)
 
 
@@ -349,7 +351,7 @@ def stop_job(d: Draft, by: str) -> None:
             end_stragglers(d, phase)
             if phase.hold_since is not None:
                 d.effects.append(t.Release(d.generation))
-                d.note("release", cause=f"the job is stopped by {by}")
+                d.note(event_file.Release, cause=f"the job is stopped by {by}")
             d.effects.append(t.Terminate(d.generation))
             d.phase = Stopping(since=d.now, reason=by)
         case _:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from math import inf
 from zlib import crc32
 
-from elasticstate.core import accounting, types as t
+from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.commits import awaited
 from elasticstate.core.partition import may_train_on
 from elasticstate.core.sharded import awaited_copies, hosts_of, needed_hosts
@@ -102,7 +102,7 @@ def start_preemption_cooldown(d: Draft, host: Host, reason: str) -> None:
     until = max(host.cooldown_until, d.now + d.policy.preemption_cooldown_s)
     gives_way_at = min(until, d.now + patience_s(host.notices + 1, d.time_to_give_up_s()))
     d.put_host(host, notices=host.notices + 1, cooldown_until=until, cooldown_reason=reason, gives_way_at=gives_way_at)
-    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
+    d.note(event_file.HostCooldown, host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
 def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
@@ -166,7 +166,7 @@ def _cool_down(d: Draft, host: Host, reason: str) -> None:
         cooldown_reason=reason,
         gives_way_at=min(until, d.now + patience_s(count, d.time_to_give_up_s())),
     )
-    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
+    d.note(event_file.HostCooldown, host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
 def _clear_failures(d: Draft, host: Host, has_done_well: bool) -> Host:
@@ -195,7 +195,7 @@ def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
         if name not in found and known.is_named:
             d.put_host(known, slots=0, is_named=False)
             if known.slots:
-                d.note("host_removed", host=name)
+                d.note(event_file.HostRemoved, host=name)
     racks = {host.name: host.rack for host in reversed(event.hosts)}
     for order, (name, slots) in enumerate(found.items()):
         before, rack = d.hosts.get(name) or Host(name), racks[name]
@@ -208,9 +208,9 @@ def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
                 d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
             if before.agent == "stopping":  # its end starts no preemption cooldown any more
                 d.put_host(d.hosts[name], draining="")
-            d.note("host_added", host=name, slots=slots)
+            d.note(event_file.HostAdded, host=name, slots=slots)
         elif before.slots and not slots:
-            d.note("host_removed", host=name)
+            d.note(event_file.HostRemoved, host=name)
 
 
 # ------------------------------------------------------------------------------------------------------------- together
@@ -296,7 +296,7 @@ def publish(d: Draft) -> None:
         if host.may_live_until > -inf:
             d.put_host(host, may_live_until=-inf)
     d.note(
-        "world_formed",
+        event_file.WorldFormed,
         size=d.world.size,
         hosts=d.world.members[0].cross_size,
         joined=[str(member.worker) for member in present.members],
@@ -682,4 +682,4 @@ def _start_worker(d: Draft, slot_id: t.SlotId, place: t.PlainPlace | None = None
     d.add(worker)
     d.put_slot(slot_id, incarnation=worker.id.incarnation, worker=worker.id)
     d.effects.append(t.StartWorker(worker.id, place=place))
-    d.note("worker_started", worker=str(worker.id), host=slot_id.host, slot=slot_id.slot)
+    d.note(event_file.WorkerStarted, worker=str(worker.id), host=slot_id.host, slot=slot_id.slot)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import diagnostics, types as t
+from elasticstate.core import diagnostics, event_file, types as t
 from elasticstate.core.ending import become_over
 from elasticstate.core.state import (
     Draft,
@@ -124,15 +124,15 @@ def _begin(d: Draft, inside: list[Worker], members: list[Worker]) -> Stall:
         (inside[0].call.process_set, inside[0].call.number), diagnostics.text_of(inside), diagnostics.since(inside)
     )
     d.note(
-        "stall",
+        event_file.Stall,
         call=stall.text,
         seconds=round(d.now - stall.since, 3),
-        waiting=[worker.rank for worker in inside],
-        missing=[worker.rank for worker in missing],
+        waiting=[worker.rank or 0 for worker in inside],
+        missing=[worker.rank or 0 for worker in missing],
         who=diagnostics.absent_text(missing),
     )
     return stall
 
 
 def _note_end(d: Draft, stall: Stall, reason: str) -> None:
-    d.note("stall_ended", call=stall.text, seconds=round(d.now - stall.since, 3), reason=reason)
+    d.note(event_file.StallEnded, call=stall.text, seconds=round(d.now - stall.since, 3), reason=reason)

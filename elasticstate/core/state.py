@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elasticstate.core.event_file import CommonFields, Waiting as WaitingNote, Warning, name_of
 from elasticstate.core.figures import Losses, Origin, TimeAccount
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.policy import Policy
@@ -356,6 +357,7 @@ class Count(NamedTuple):
     suspects: int = 0
 
 
+P = ParamSpec("P")
 _COUNTED = {"joined", "ready", "gone", "draining", "suspect_at"}  # the fields that decide on the kinds
 
 
@@ -492,11 +494,19 @@ class Draft:
         """Return the seconds that a job with too few workers waits before it ends."""
         return self.policy.elastic_timeout_s if self.generation else self.policy.start_timeout_s
 
-    def note(self, event: str, **values: object) -> None:
-        self.effects.append(Note(event, (("generation", self.generation), *values.items())))
+    def note(self, event: Callable[P, CommonFields], /, *args: P.args, **values: P.kwargs) -> None:
+        """Write an event of the event file."""
+        self.effects.append(Note(name_of(event), (("generation", self.generation), *values.items())))
+
+    def note_waiting(self, what: str, who: str, remedy: str = "") -> None:
+        """Write what the job waits for, who is missing, and what may help."""
+        fields: WaitingNote = {"for": what, "who": who}
+        if remedy:
+            fields["remedy"] = remedy
+        self.note(WaitingNote, **fields)
 
     def warn(self, text: str) -> None:
-        self.note("warning", text=text)
+        self.note(Warning, text=text)
 
     def members(self) -> list[Worker]:
         """Return the living members of the newest world, by rank."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from elasticstate.core import event_file
 from elasticstate.core.slots import patience_s
 from elasticstate.core.state import (
     Draft,
@@ -136,7 +137,7 @@ def _name(d: Draft, worker: Worker, factor: float, ticks: int) -> Straggler:
     """Report a straggler, and return it."""
     rank = worker.rank or 0
     d.note(
-        "straggler",
+        event_file.Straggler,
         worker=str(worker.id),
         host=worker.id.host,
         slot=worker.id.slot,
@@ -151,7 +152,7 @@ def _note_end(d: Draft, straggler: Straggler, reason: str) -> None:
     host, slot = straggler.worker.slot_id
     seconds = round(d.now - straggler.since, 3)
     d.note(
-        "straggler_ended",
+        event_file.StragglerEnded,
         worker=str(straggler.worker),
         host=host,
         slot=slot,

@@ -693,7 +693,7 @@ class OpenGate(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line of the event file (docs/reference/events.md): the name and the fields in print order."""
+    """One line of the event file (core/event_file.py): the name and the fields in print order."""
 
     event: str
     fields: tuple[tuple[str, object], ...] = ()

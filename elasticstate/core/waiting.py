@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from elasticstate.core import types as t
+from elasticstate.core import event_file, types as t
 from elasticstate.core.commits import awaited, has_job_state
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import (
@@ -197,13 +197,8 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
             who = listed(list(missing(d, d.now)), "; ")
             fail_job(d, f"{reason}; missing: {who}", d.ledger.outage)
     elif not phase.noticed and d.now >= phase.since + policy.waiting_notice_s:
-        d.note(
-            "waiting",
-            **{
-                "for": f"at least {number_of(policy.fewest(d.generation), 'ready worker')}",
-                "who": listed(list(missing(d, d.now)), "; "),
-            },
-        )
+        fewest = number_of(policy.fewest(d.generation), "ready worker")
+        d.note_waiting(f"at least {fewest}", listed(list(missing(d, d.now)), "; "))
         d.phase = replace(_waiting(d), noticed=True)
 
 
@@ -438,7 +433,7 @@ def forming(d: Draft, phase: Forming) -> None:
         phase, awaited = _forming(d), []
     if awaited:
         if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
-            d.note("waiting", **{"for": f"the end of generation {phase.ended}", "who": names(awaited)})
+            d.note_waiting(f"the end of generation {phase.ended}", names(awaited))
             d.phase = replace(phase, noticed=True)
         if is_live(d) and phase.clock is None:
             check_ticks(d, members)
@@ -489,7 +484,7 @@ def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:
         end_now(d, Failure(cause, "lost"))
     elif phase.failure is not None and phase.failure.kind == "reported":
         d.phase = replace(phase, failure=Failure(cause, "lost"))
-    d.note("warning", text=reason)
+    d.note(event_file.Warning, text=reason)
     for worker in awaited:
         d.put(worker, late=True)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
-from elasticstate.core import types as t
+from elasticstate.core import event_file, types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.state import Running
 from elasticstate.core.step import next_deadline
@@ -114,7 +114,7 @@ class Driver:
         self._state = JobState(options.policy(), self._loop.time())
         self._report = Report(self._job, options.events_file, options.verbose)
         self._journal = Journal(self._report, self._state)
-        self._outputs = OutputTroubles(self._report, self._journal.event)
+        self._outputs = OutputTroubles(self._report, self._journal)
         self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
         self._queue = EventQueue()
         self._live_line = LiveLine(screen, self._state)
@@ -282,7 +282,7 @@ class Driver:
 
     async def _report_outcome(self, outcome: Outcome) -> None:
         now, membership = self._loop.time(), self._state.membership
-        self._journal.event("generation_finished", **membership.ledger.account.until(now).fields())
+        self._journal.event(event_file.GenerationFinished, **membership.ledger.account.until(now).fields())
         figures, epoch = figures_of(membership, now), self._keeper.record.epoch
         self._report.summary(figures, outcome, epoch, self._state.durable.unsaved)
         if outcome.root_cause is not None:
@@ -325,14 +325,14 @@ class Driver:
                     following.result()  # raise its exception, if any
                 self._agents.check()
                 await self._step()
-                if fields := replications.look(self._state.membership.shards, self._state.stepped_at):
-                    self._journal.event("replication", **fields)
+                if event := replications.look(self._state.membership.shards, self._state.stepped_at):
+                    self._journal.event(event_file.Replication, **event)
         except DiscoveryError as error:
             cause = t.RootCause("the first call of host discovery failed", error=str(error))
             self._state.outcome = Outcome(1, "failed", cause)
         finally:
-            if fields := replications.rest(self._loop.time()):
-                self._journal.event("replication", **fields)
+            if event := replications.rest(self._loop.time()):
+                self._journal.event(event_file.Replication, **event)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             await discovery.close()
@@ -383,7 +383,7 @@ class Driver:
             self._agents.give_up(host, "was unreachable when the driver was restarted")
         effects = self._state.reattach(reattachment, self._loop.time())
         lost = lost_hosts(self._queue.events)
-        self._journal.event("driver_restarted", epoch=record.epoch, back=reattachment.back(), lost=lost)
+        self._journal.event(event_file.DriverRestarted, epoch=record.epoch, back=reattachment.back(), lost=lost)
         reattachment.is_over = True
         for effect in effects:
             self._carry_out(effect)
@@ -488,7 +488,9 @@ class Driver:
             case messages.CommitSize(size, _):
                 self._state.record_commit_size(size)
             case messages.Synced(generation, size, seconds):
-                self._journal.event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
+                self._journal.event(
+                    event_file.Sync, worker=str(worker), generation=generation, bytes=size, seconds=seconds
+                )
             case messages.BackendRequest(data):
                 self._backend.request(data)
 

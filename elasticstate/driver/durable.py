@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 
+from elasticstate.core import event_file
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.state import Over, Running, Worker
@@ -405,7 +406,7 @@ class DurableCopies:
         figures.newest, figures.newest_at, figures.newest_bytes = message.commit, self._began_at, message.bytes
         figures.trouble = ""
         self._journal.event(
-            "durable_copy",
+            event_file.DurableCopy,
             state="saved",
             host=host,
             folder=message.folder,
@@ -470,7 +471,13 @@ class DurableCopies:
         """Write the event, and a warning for the first failure of its kind since the last success."""
         figures = self._state.durable
         self._journal.event(
-            "durable_copy", state="failed", host=host, folder=folder, kind=kind, reason=text, failures=figures.failed
+            event_file.DurableCopy,
+            state="failed",
+            host=host,
+            folder=folder,
+            kind=kind,
+            reason=text,
+            failures=figures.failed,
         )
         if kind not in self._schedule.warned:
             self._schedule.warned.add(kind)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 from msgspec.structs import replace
 
-from elasticstate.core import types as t
+from elasticstate.core import event_file, types as t
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
@@ -175,6 +175,9 @@ class BackgroundTasks:
 # Journal: the events of a job, as they go to the event file and the log.
 
 
+P = ParamSpec("P")
+
+
 class Journal:
     """Writer of events, with the facts that the core does not keep: process ids, and the errors that ended workers."""
 
@@ -194,22 +197,25 @@ class Journal:
     def worker_exited(self, exited: WorkerExited) -> None:
         self._workers[str(exited.worker)], self._exits[str(exited.worker)] = exited.pid, exited
 
-    def core_event(self, name: str, fields: dict[str, Any]) -> None:
+    def core_event(self, name: str, fields: Any) -> None:
         """Write an event of the core, with the time of the core's last step."""
         if name == "agent_joined":
-            fields["pid"] = self._agents.get(fields["host"])
+            joined: event_file.AgentJoined = fields
+            joined["pid"] = self._agents.get(joined["host"])
         elif name == "worker_exited":
-            exited = self._exits.pop(fields["worker"], None)
-            fields["pid"] = self._workers.pop(fields["worker"], None)
-            fields["error"], fields["time_ns"] = (exited.error, exited.time_ns) if exited is not None else ("", 0)
+            ended: event_file.WorkerExited = fields
+            exited = self._exits.pop(ended["worker"], None)
+            ended["pid"] = self._workers.pop(ended["worker"], None)
+            ended["error"], ended["time_ns"] = (exited.error, exited.time_ns) if exited is not None else ("", 0)
         self._report.event(name, fields, self._state.stepped_at)
 
-    def event(self, name: str, **fields: object) -> None:
+    def event(self, event: Callable[P, event_file.CommonFields], /, *args: P.args, **fields: P.kwargs) -> None:
         """Write an event of the driver."""
-        self._report.event(name, {"generation": self._state.membership.generation, **fields})
+        name, generation = event_file.name_of(event), self._state.membership.generation
+        self._report.event(name, {"generation": generation, **fields})
 
     def warn(self, text: str) -> None:
-        self.event("warning", text=text)
+        self.event(event_file.Warning, text=text)
 
     def agent_warning(self, host: str, text: str) -> None:
         """Write a warning of an agent, unless another agent has sent the same one."""

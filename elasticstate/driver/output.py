@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, cast
 
+from elasticstate.core import event_file
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.hangs import no_tick_text
 from elasticstate.core.ids import WorkerId
@@ -22,7 +23,7 @@ from elasticstate.core.state import Running, Together, living_members
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed, number_of
 from elasticstate.driver.beats import next_beat
-from elasticstate.driver.job import JobState
+from elasticstate.driver.job import JobState, Journal
 from elasticstate.driver.report import Report
 from elasticstate.net import messages
 from elasticstate.net.messages import OutputTrouble
@@ -148,10 +149,9 @@ _LOOK_INTERVAL_S = 0.5
 class OutputTroubles:
     """The troubles of all outputs: the agents report theirs, the driver checks its own."""
 
-    def __init__(self, report: Report, event: Callable[..., None]) -> None:
-        """``event(name, **fields)`` writes an event, and adds the common fields."""
+    def __init__(self, report: Report, journal: Journal) -> None:
         self._report = report
-        self._event = event
+        self._journal = journal
         self._troubles: dict[tuple[str | None, str], tuple[OutputTrouble, float]] = {}  # by host and output; since when
         self._unreported_bytes: dict[
             tuple[str, str], int
@@ -178,9 +178,10 @@ class OutputTroubles:
     def update(self, host: str | None, trouble: OutputTrouble) -> None:
         """Handle a change in the state of an output. ``host`` None: an output of this driver."""
         last, since = self._troubles.pop((host, trouble.output), (None, time.monotonic()))
-        place = {"host": host, "output": trouble.output}
         if not trouble.reason:
-            self._event("output_resumed", **place, dropped_bytes=trouble.dropped_bytes)
+            self._journal.event(
+                event_file.OutputResumed, host=host, output=trouble.output, dropped_bytes=trouble.dropped_bytes
+            )
             if last is not None:
                 self._log_end(host, last, trouble.dropped_bytes)
             return
@@ -188,7 +189,9 @@ class OutputTroubles:
         self._troubles[host, trouble.output] = trouble, since
         if last is None or (last.reason, last.workers) != (trouble.reason, trouble.workers):
             workers = [str(worker) for worker in trouble.workers]
-            self._event("output_blocked", **place, reason=trouble.reason, workers=workers)
+            self._journal.event(
+                event_file.OutputBlocked, host=host, output=trouble.output, reason=trouble.reason, workers=workers
+            )
         if not is_known if last is None else trouble.workers and not last.workers:
             self._report.log(f"warning: {_place(host)}{trouble.output}: {trouble.reason}; {_consequence(trouble)}")
 

@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
 import msgspec
 
+from elasticstate.core import event_file
 from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Membership, by_discovery
@@ -32,7 +33,7 @@ from elasticstate.writing import Writer
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-Fields = dict[str, Any]
+Fields = Mapping[str, Any]
 
 _MOST_FAILURES = 1000  # limit of the failures that are kept
 _MOST_EVENTS_BYTES = 16 << 20  # limit of the events that are kept while the event file cannot be written
@@ -87,7 +88,7 @@ class Report:
         if events_file:
             self._events = _open_events(events_file)
             self.writers[f"--events-file {events_file}"] = [self._events]
-        self._lines: dict[str, Callable[[Fields], str]] = {
+        self._lines: dict[str, Callable[[Any], str]] = {
             "job_started": lambda f: f"job {self._job} started: {_size(f)}",
             "host_added": lambda f: f"host {f['host']} added: {number_of(f['slots'], 'slot')}",
             "host_removed": lambda f: f"host {f['host']} removed by discovery",
@@ -120,8 +121,15 @@ class Report:
 
     def started(self, options: Options, has_one_thread_each: bool, at: float) -> None:
         """Write that the job has started, at this time of the monotonic clock."""
-        sizes = {"np": options.np, "min_np": options.min_np, "max_np": options.max_np}
-        self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes}, at)
+        started = event_file.JobStarted(
+            generation=0,
+            pid=os.getpid(),
+            command=list(options.command),
+            np=options.np,
+            min_np=options.min_np,
+            max_np=options.max_np,
+        )
+        self.event("job_started", started, at)
         if has_one_thread_each:
             self.log("OMP_NUM_THREADS is set to 1 for each worker, because several workers may share a machine")
 
@@ -130,7 +138,7 @@ class Report:
         if text not in self._warned:
             self._warned.add(text)
             text = f"host {host}: {text} (logged for the first host only)"
-            self.event("warning", {"generation": generation, "text": text})
+            self.event("warning", event_file.Warning(generation=generation, text=text))
 
     def event(self, name: str, fields: Fields, at: float | None = None) -> None:
         """Write an event to the event file, and a log line if the event has one.
@@ -175,7 +183,7 @@ class Report:
         if self._watcher is not None:
             self._watcher.line(text, time.time())
 
-    def _worker_exited(self, f: Fields) -> str:
+    def _worker_exited(self, f: event_file.WorkerExited) -> str:
         how = status_of(f["exit_code"], f["signal"])
         if not f.get("expected"):  # else it has left, after a drain for example
             self._ends[f["worker"]] = how
@@ -192,7 +200,7 @@ class Report:
         why = why if f["signal"] is not None else self._advice(f)
         return f"{_slot_name(f['worker'])}{rank} ended: {how}{why[-1] if why else ''}"
 
-    def _advice(self, f: Fields) -> list[str]:
+    def _advice(self, f: event_file.WorkerExited) -> list[str]:
         """Return what a new worker of a running job lacks, once: the job goes on, so no root cause says it."""
         found = [
             hint for hint in (NO_WORLD_HINT, NO_GROUP_HINT) if hint in str(f["error"]) and hint not in self._warned
@@ -202,7 +210,7 @@ class Report:
         self._warned.update(found)
         return [f":\n{hint}" for hint in found]
 
-    def _world_formed(self, f: Fields) -> str:
+    def _world_formed(self, f: event_file.WorldFormed) -> str:
         self._has_world = True
         last = self._forget_world()
         first = f["generation"] <= 1
@@ -218,7 +226,7 @@ class Report:
         self._world, self.due_at = text, time.monotonic() + _WORLD_HELD_S
         return last
 
-    def _training_resumed(self, f: Fields) -> str:
+    def _training_resumed(self, f: event_file.TrainingResumed) -> str:
         text = self._forget_world() or f"generation {f['generation']}"
         return f"{text}; training resumed after {losses_text(f)}"
 
@@ -232,8 +240,10 @@ class Report:
         if line := self._forget_world():
             self.log(line)
         status = {0: "succeeded", 1: "failed"}.get(outcome.status, "stopped")
-        fields = {"generation": figures.generations, "status": status, "driver": driver, **figures.fields()}
-        self.event("job_finished", fields)
+        generation, fields = figures.generations, figures.fields()
+        self.event(
+            "job_finished", event_file.JobFinished(generation=generation, status=status, driver=driver, **fields)
+        )
         text = f"job {self._job} {outcome.word} after {figures.wall_s:.1f} s"
         if figures.generations:
             text += f": {figures.text()}"
@@ -288,24 +298,24 @@ def failure_of(cause: RootCause) -> WorkerFailure:
     )
 
 
-def _size(f: Fields) -> str:
+def _size(f: event_file.JobStarted) -> str:
     most = "any number" if f["max_np"] is None else f["max_np"]
     few = f" ({f['min_np']} to {most})" if (f["min_np"], f["max_np"]) != (f["np"], f["np"]) else ""
     return f"{number_of(f['np'], 'worker')}{few}"
 
 
-def _failure(f: Fields, how: str) -> WorkerFailure:
+def _failure(f: event_file.WorkerExited, how: str) -> WorkerFailure:
     reason = f"{_slot_name(f['worker'])} ended: {how}"
     places = (f["host"], f["slot"], f["rank"], f["generation"])
     return WorkerFailure(reason, *places, f["exit_code"], f["signal"], f["error"], f["time_ns"])
 
 
-def _waiting(f: Fields) -> str:
+def _waiting(f: event_file.Waiting) -> str:
     remedy = f". {f['remedy']}" if "remedy" in f else ""
     return f"waiting for {f['for']}; missing: {f['who']}{remedy}"
 
 
-def _failed_attempt(f: Fields) -> str:
+def _failed_attempt(f: event_file.End) -> str:
     """Return the line of a failed attempt to run a script without ``run``."""
     if "attempt" not in f:
         return ""
@@ -313,19 +323,19 @@ def _failed_attempt(f: Fields) -> str:
     return f"attempt {f['attempt']}{limit} failed: {f['cause']}{': ' + f['error'] if f['error'] else ''}"
 
 
-def _stall(f: Fields) -> str:
+def _stall(f: event_file.Stall) -> str:
     ranks = ranks_text(f["waiting"])
     return f"stall: {ranks} have waited for up to {f['seconds']:.1f} s in {f['call']}; missing: {f['who']}"
 
 
-def _hang(f: Fields) -> str:
+def _hang(f: event_file.Hang) -> str:
     stacks = [
         f"rank {rank} is in {f['lines'][rank] or _innermost(stack)}" for rank, stack in f["stacks"].items() if stack
     ]
     return "; ".join([f"generation {f['ended']} hung: {f['text']}", *stacks[:_SHOWN]])
 
 
-def _no_tick_ended(f: Fields) -> str:
+def _no_tick_ended(f: event_file.NoTickEnded) -> str:
     """Return a line if ticks go on. The other ends have lines of their own."""
     return f"{f['reason']} after {f['seconds']:.0f} s without a tick" if f["goes_on"] else ""
 
@@ -336,12 +346,12 @@ def _innermost(stack: str) -> str:
     return frames[-1] if frames else stack
 
 
-def _straggler(f: Fields) -> str:
+def _straggler(f: event_file.Straggler) -> str:
     who = f"{_slot_name(f['worker'])} (rank {f['rank']})"
     return f"straggler: {who} took {f['factor']:.2f} times the own time of the others in the last {f['ticks']} ticks"
 
 
-def _durable_copy(f: Fields) -> str:
+def _durable_copy(f: event_file.DurableCopy) -> str:
     """Return a line for the first copy after failures; the driver warns of these."""
     if f["state"] == "failed" or not f["failures"]:
         return ""
@@ -349,7 +359,7 @@ def _durable_copy(f: Fields) -> str:
     return f"durable copy {f['folder']} was saved ({size}), after {number_of(f['failures'], 'failure')} in a row"
 
 
-def _driver_restarted(f: Fields) -> str:
+def _driver_restarted(f: event_file.DriverRestarted) -> str:
     lost = f"; lost hosts: {listed(f['lost'], shown=_SHOWN)}" if f["lost"] else ""
     back = listed(f["back"], shown=_SHOWN) or "none"
     return f"driver {f['epoch']} reattached in generation {f['generation']}; connected hosts: {back}{lost}"
@@ -388,23 +398,23 @@ class ReplicationSums:
         self._counted_until = -inf  # the time in which a replication was in progress
         self._sums = _Sums()
 
-    def look(self, shards: Shards, now: float) -> dict[str, object] | None:
-        """Follow a step of the core. Return the fields of an event if one is due."""
+    def look(self, shards: Shards, now: float) -> event_file.Replication | None:
+        """Follow a step of the core. Return an event if one is due."""
         last, self._last = self._last, shards
         if shards is not last:
             self._follow(last, shards, now)
         first = self._sums.first_end
         return self.rest(now) if first is not None and now >= first + _INTERVAL_S else None
 
-    def rest(self, now: float) -> dict[str, object] | None:
-        """Return the fields of an event now; None: no replication has ended since the last one."""
+    def rest(self, now: float) -> event_file.Replication | None:
+        """Return an event now; None: no replication has ended since the last one."""
         sums, shards, sent = self._sums, self._last, self._totals.sent_bytes
         if sums.first_end is None:
             return None
         if shards.replication is not None:  # some of its bytes are sent
             self._count(shards.replication.since, now)
         self._sums, before, self._sent_bytes = _Sums(), self._sent_bytes, sent
-        fields: dict[str, object] = {
+        event: event_file.Replication = {
             "commit": _listed(shards.replicated),
             "age_s": None if self._newest_since is None else round(max(sums.age_s, now - self._newest_since), 6),
             "replicated": sums.replicated,
@@ -413,7 +423,7 @@ class ReplicationSums:
             "bytes": sent - before,
             "memory_bytes": sum(self._totals.memory().values()),
         }
-        return {**fields, "reason": sums.reason} if sums.failed else fields
+        return {**event, "reason": sums.reason} if sums.failed else event
 
     def _follow(self, last: Shards, shards: Shards, now: float) -> None:
         is_done = shards.replicated != last.replicated and shards.replicated is not None

@@ -347,7 +347,7 @@ def overview_of(
         commit=m.ledger.highest,
         waiting_for=waiting_for(m, now),
         durable=_durable(m, durable or DurableFigures(), now),
-        figures=figures.fields(),
+        figures=dict(figures.fields()),
         shards=shards_of(m, now, copies),
     )
     return overview, figures

@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, BinaryIO, TypedDict, get_type_hints
 
+import msgspec
+
+from elasticstate.core import event_file
 from elasticstate.errors import OptionError
 
-Event = dict[str, Any]
-
 _LONGEST = 64 << 20  # bytes of one line
-_LARGEST = 1e15
+_LARGEST = 1e15  # of a number that is no time of a host in nanoseconds
 _LATEST = 1e11  # the year 5138
 _BEGINNING = b'{"time": '  # of each event; inside of a text, the quotes would be escaped
-_Kinds = tuple[type, ...]
-_NUMBER: _Kinds = (int, float)
-_WHOLE: _Kinds = (int,)
-_TEXT: _Kinds = (str,)
-_LIST: _Kinds = (list,)
-_OR_NULL: _Kinds = (type(None),)
-_ALL: dict[str, _Kinds] = {"time": _NUMBER, "event": _TEXT, "job": _TEXT, "generation": _WHOLE}
-_HOST: dict[str, _Kinds] = {"host": _TEXT}
-_WORKER: dict[str, _Kinds] = {"worker": _TEXT, "host": _TEXT, "slot": _WHOLE}
-_FIELDS: dict[str, dict[str, _Kinds]] = {
-    "host_added": {**_HOST, "slots": _WHOLE},
-    "host_removed": _HOST,
-    "host_draining": {**_HOST, "reason": _TEXT},
-    "host_cooldown": {**_HOST, "seconds": _NUMBER, "reason": _TEXT},
-    "agent_joined": _HOST,
-    "agent_lost": {**_HOST, "reason": _TEXT},
-    "worker_started": _WORKER,
-    "worker_ready": _WORKER,
-    "worker_exited": {
-        **_WORKER,
-        "rank": _WHOLE + _OR_NULL,
-        "exit_code": _WHOLE + _OR_NULL,
-        "signal": _WHOLE + _OR_NULL,
-    },
-    "worker_unresponsive": {"worker": _TEXT, "reason": _TEXT},
-    "end": {"cause": _TEXT, "at": _WHOLE + _TEXT},
-    "hold": {"cause": _TEXT},
-    "release": {"cause": _TEXT},
-    "world_formed": {"size": _WHOLE, "hosts": _WHOLE, "joined": _LIST, "left": _LIST},
-    "sync": {"worker": _TEXT, "bytes": _WHOLE, "seconds": _NUMBER},
-    "training_resumed": {"downtime_s": _NUMBER, "ticks_lost": _WHOLE, "commits_lost": _WHOLE, "lower_bounds": _LIST},
-    "stall": {"call": _TEXT, "seconds": _NUMBER, "who": _TEXT},
-    "stall_ended": {"call": _TEXT, "reason": _TEXT},
-    "no_tick": {"seconds": _NUMBER, "text": _TEXT},
-    "no_tick_ended": {"reason": _TEXT},
-    "driver_restarted": {"epoch": _WHOLE},
-    "job_finished": {"status": _TEXT, "failures": _WHOLE, "downtime_s": _NUMBER + _OR_NULL, "lower_bounds": _LIST},
-    "root_cause": {"reason": _TEXT},
-    "replication": {"replicated": _WHOLE, "failed": _WHOLE, "seconds": _NUMBER, "bytes": _WHOLE},
-    "durable_copy": {"state": _TEXT},
-}
-"""The fields that this package relies on. Others may be absent or new."""
 
 
-def number(event: Event, name: str) -> float | None:
+class Event(dict[str, Any]):
+    """One line of an event file. A field that the line lacks raises OptionError, with the place of the line."""
+
+    def __init__(self, fields: dict[str, Any], place: str) -> None:
+        super().__init__(fields)
+        self._place = place
+
+    def __missing__(self, name: str) -> Any:
+        raise _no_event(self._place, f"no field {name!r}")
+
+
+def _no_event(place: str, problem: str) -> OptionError:
+    return OptionError(f"{place} is no event ({problem}). Name a file that elasticrun --events-file has written.")
+
+
+def number(event: Mapping[str, object], name: str) -> float | None:
     """Return a number that an event may have, or None."""
     value = event.get(name)
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
@@ -87,14 +63,11 @@ def _events(path: str, file: BinaryIO) -> Iterator[Event]:
             return
         if line.isspace():
             continue
-        event = _parsed(line)
-        wrong = event if isinstance(event, str) else _problem(event)
-        if wrong:
-            raise OptionError(
-                f"{path!r}: line {number} is no event ({wrong}). Name a file that elasticrun --events-file has written."
-            )
-        assert isinstance(event, dict)
-        yield event
+        value, place = _parsed(line), f"{path!r}: line {number}"
+        if wrong := value if isinstance(value, str) else _problem(value):
+            raise _no_event(place, wrong)
+        assert isinstance(value, dict)
+        yield Event(value, place)
 
 
 def _parsed(line: bytes) -> object:
@@ -115,16 +88,27 @@ def _reject(constant: str) -> float:
 
 
 def _problem(event: Any) -> str:
-    """Return the reason why a JSON value is no event; an empty text for an event."""
+    """Return the reason why a JSON value is no event; an empty text for an event. Other versions of elasticrun may
+    have written fewer fields, or others."""
     if not isinstance(event, dict):
         return "not an object"
-    for fields in (_ALL, _FIELDS.get(str(event.get("event")), {})):
-        for name, kinds in fields.items():
-            if name not in event:
-                return f"no field {name!r}"
-            value: Any = event[name]
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                return f"{name!r} is {json.dumps(value)[:60]}"
-            if isinstance(value, int | float) and not abs(value) < _LARGEST:  # NaN, too
-                return f"{name!r} is {str(value)[:20]}"
+    for name in ("time", "event", "job", "generation"):
+        if name not in event:
+            return f"no field {name!r}"
+    try:
+        msgspec.convert(event, _any_fields_of(str(event["event"])))
+    except msgspec.ValidationError as error:
+        found = re.search(r"`\$\.(\w+)", str(error))
+        name = found[1] if found else "event"
+        return f"{name!r} is {json.dumps(event[name])[:60]}"
+    for name, value in event.items():
+        if isinstance(value, int | float) and not name.endswith("_ns") and not abs(value) < _LARGEST:  # NaN, too
+            return f"{name!r} is {str(value)[:20]}"
     return "" if 0 <= event["time"] < _LATEST else f"'time' is {event['time']}"
+
+
+@cache
+def _any_fields_of(name: str) -> Any:
+    """Return the type of an event from which fields may be absent."""
+    event = event_file.by_name().get(name, event_file.CommonFields)
+    return TypedDict("Event", get_type_hints(event), total=False)  # type: ignore[operator]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
+from elasticstate.core import event_file
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import NEWCOMER, assign
 from elasticstate.exit_status import status_of
@@ -83,7 +84,7 @@ class CopiesHistory:
         """Return the failures by reason, the most frequent first."""
         return sorted(self._failures.values(), key=lambda failure: -failure.times)
 
-    def replication(self, e: Event) -> None:
+    def replication(self, e: event_file.Replication) -> None:
         """Add the event ``replication``."""
         figures = e["seconds"], e["bytes"], number(e, "memory_bytes") or 0.0
         self.replications.append(Replications(e["time"], number(e, "age_s"), e["replicated"], e["failed"], *figures))
@@ -91,7 +92,7 @@ class CopiesHistory:
             reason = str(e.get("reason", ""))
             self._failed(("replication", "", _COMMIT.sub("", reason)), reason, e["failed"], e["time"])
 
-    def durable_copy(self, e: Event) -> None:
+    def durable_copy(self, e: event_file.DurableCopy) -> None:
         """Add the event ``durable_copy``."""
         if e["state"] == "saved":
             self.saved.append(DurableCopy(e["time"], number(e, "seconds") or 0.0, number(e, "bytes") or 0.0))
@@ -182,7 +183,7 @@ class WorkerSpans:
     _is_whole: bool = False  # all members are known
     _is_over: bool = False
 
-    def started(self, e: Event) -> None:
+    def started(self, e: event_file.WorkerFields) -> None:
         place = (e["host"], e["slot"])
         for known in (self._slots.get(place), self._lives.get(e["worker"])):
             if known is not None and known.worker in self._lives:
@@ -191,13 +192,13 @@ class WorkerSpans:
         life = _Life(e["worker"], *place, e["time"], e["time"])
         self._lives[e["worker"]] = self._slots[place] = life
 
-    def ready(self, e: Event) -> None:
+    def ready(self, e: event_file.WorkerFields) -> None:
         life = self._known(e)
         self._enter(life, "ready", e["time"])
 
-    def world_formed(self, e: Event) -> None:
-        joined = [str(worker) for worker in e["joined"]]
-        for worker in (*map(str, e["left"]), *joined):
+    def world_formed(self, e: event_file.WorldFormed) -> None:
+        joined = e["joined"]
+        for worker in (*e["left"], *joined):
             self._ages.pop(worker, None)
         self._is_whole = (self._is_whole or not self._ages) and len(self._ages) + len(joined) == e["size"]
         ranks = self._ranks(joined)
@@ -208,20 +209,20 @@ class WorkerSpans:
                 life.generation, life.rank = e["generation"], ranks.get(worker)
                 life.resumed = life.synced = None
 
-    def resumed(self, e: Event) -> None:
+    def resumed(self, e: event_file.CommonFields) -> None:
         for life in self._living_members():
             life.resumed = max(life.since, e["time"])
 
-    def synced(self, e: Event) -> None:
+    def synced(self, e: event_file.Sync) -> None:
         life = self._lives.get(e["worker"])
         if life is not None and life.phase == "generation":
             life.synced = (e["time"] - e["seconds"], e["time"], e["bytes"])
 
-    def generation_failed(self, e: Event) -> None:
+    def generation_failed(self, e: event_file.CommonFields) -> None:
         for life in self._living_members():
             self._enter(life, "leaving", e["time"])
 
-    def unresponsive(self, e: Event) -> None:
+    def unresponsive(self, e: event_file.WorkerUnresponsive) -> None:
         life = self._lives.get(e["worker"])
         if life is not None:
             life.unresponsive = e["reason"]
@@ -230,7 +231,7 @@ class WorkerSpans:
         for life in self._lives.values():
             life.draining = life.draining or life.host == host
 
-    def exited(self, e: Event) -> WorkerFailed | None:
+    def exited(self, e: event_file.WorkerExited) -> WorkerFailed | None:
         """Record the end of a worker; return the failure if it is one."""
         life, how = self._known(e), status_of(e["exit_code"], e["signal"])
         details = {"exit": how, "rank": e["rank"], "pid": e.get("pid")}
@@ -248,7 +249,7 @@ class WorkerSpans:
         self.failures.append(failure)
         return failure
 
-    def host_removed(self, e: Event) -> None:
+    def host_removed(self, e: event_file.HostRemoved) -> None:
         for place in [place for place in self._down if place[0] == e["host"]]:
             self._down_ends(place, e["time"])
 
@@ -265,7 +266,7 @@ class WorkerSpans:
 
     # ---------------------------------------------------------------------------------------------------- the parts
 
-    def _known(self, e: Event) -> _Life:
+    def _known(self, e: event_file.WorkerFields) -> _Life:
         """Return the worker of an event. Of a worker without a start (its host was unreachable, or the file begins in
         the middle of the job), the life begins with the event."""
         if e["worker"] not in self._lives:
@@ -326,7 +327,7 @@ class WorkerSpans:
     def _emit(self, life: _Life, kind: str, name: str, begin: float, end: float, details: Details) -> None:
         self.sink(WorkerSpan(life.host, life.slot, kind, name, begin, end, details))
 
-    def _is_failure(self, life: _Life, e: Event) -> bool:
+    def _is_failure(self, life: _Life, e: event_file.WorkerExited) -> bool:
         """Return True for an end that the driver did not ask for. When it stops the job, the events do not say so:
         workers that boot end by SIGTERM then, and READY workers (spares) end by an exit code."""
         if self._is_over or e.get("expected") or life.draining or e["exit_code"] == 0:
@@ -402,7 +403,7 @@ class Shares(NamedTuple):
     parts: dict[str, float]
 
 
-def shares_of(event: Event) -> Shares | None:
+def shares_of(event: Mapping[str, Any]) -> Shares | None:
     """Return the account of time that an event has; None for an event without one."""
     goodput, badput = number(event, "goodput_s"), event.get("badput_s")
     if goodput is None or not isinstance(badput, dict):
@@ -424,9 +425,9 @@ class JobHistory:
     began: float
     sink: Sink
     last: float = 0.0
-    started: Event | None = None
-    finished: Event | None = None
-    root_cause: Event | None = None
+    started: event_file.JobStarted | None = None
+    finished: event_file.JobFinished | None = None
+    root_cause: event_file.RootCause | None = None
     drivers: int = 1
     generations: list[GenerationHistory] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
@@ -440,11 +441,11 @@ class JobHistory:
     copies: CopiesHistory = field(default_factory=CopiesHistory)
     warnings: int = 0
     _workers: WorkerSpans = field(init=False)
-    _handlers: dict[str, Callable[[Event], None]] = field(init=False)
+    _handlers: dict[str, Callable[[Any], None]] = field(init=False)
     _hold: tuple[float, str] | None = None
     _drains: dict[str, tuple[float, str]] = field(default_factory=dict)
     _cooldowns: dict[str, tuple[float, float, str]] = field(default_factory=dict)
-    _stalls: dict[str, Event] = field(default_factory=dict)
+    _stalls: dict[str, dict[str, Any]] = field(default_factory=dict)
     _kept_s: float = 0.0  # goodput of the generations so far
     _wall_s: float = 0.0  # time of the generations so far
 
@@ -511,10 +512,10 @@ class JobHistory:
 
     # ------------------------------------------------------------------------------------------------------ the job
 
-    def _job_started(self, e: Event) -> None:
+    def _job_started(self, e: event_file.JobStarted) -> None:
         self.started = e
 
-    def _job_finished(self, e: Event) -> None:
+    def _job_finished(self, e: event_file.JobFinished) -> None:
         self.finished = e
         if self._newest is not None:
             self._newest.ended = e["time"]
@@ -523,12 +524,12 @@ class JobHistory:
             self.goodput.append((e["time"], share))
         self._mark(e, "job", f"job {e['status']}", failures=e["failures"], goodput=share)
 
-    def _root_cause(self, e: Event) -> None:
+    def _root_cause(self, e: event_file.RootCause) -> None:
         self.root_cause = e
         self._workers.over()
         self._mark(e, "failure", f"root cause: {e['reason']}")
 
-    def _driver_restarted(self, e: Event) -> None:
+    def _driver_restarted(self, e: event_file.DriverRestarted) -> None:
         self.drivers = max(self.drivers + 1, e["epoch"])
         self._span("driver", None, f"no event until driver {e['epoch']} reattached", self.last, e["time"], {})
         self._mark(e, "driver", f"driver {e['epoch']} reattached", back=e.get("back"), lost=e.get("lost"))
@@ -542,7 +543,7 @@ class JobHistory:
     def _no_tick(self, e: Event) -> None:
         self._stalls[_NO_TICK] = {**e, "who": e["text"]}
 
-    def _stall_ended(self, e: Event) -> None:
+    def _stall_ended(self, e: event_file.StallEnded) -> None:
         self._stall_ends(e["call"], e["time"], e["reason"])
 
     def _stall_ends(self, call: str, time: float, reason: str) -> None:
@@ -553,27 +554,27 @@ class JobHistory:
 
     # ---------------------------------------------------------------------------------------------------- the hosts
 
-    def _host_added(self, e: Event) -> None:
+    def _host_added(self, e: event_file.HostAdded) -> None:
         self._mark(e, "host", f"host {e['host']} added", slots=e["slots"])
 
-    def _host_removed(self, e: Event) -> None:
+    def _host_removed(self, e: event_file.HostRemoved) -> None:
         self._workers.host_removed(e)
         self._drain_ends(e["host"], e["time"])
         self._mark(e, "host", f"host {e['host']} removed")
 
-    def _host_draining(self, e: Event) -> None:
+    def _host_draining(self, e: event_file.HostDraining) -> None:
         self._drains.setdefault(e["host"], (e["time"], e["reason"]))
         self._workers.host_drains(e["host"])
 
-    def _host_cooldown(self, e: Event) -> None:
+    def _host_cooldown(self, e: event_file.HostCooldown) -> None:
         self._drain_ends(e["host"], e["time"])
         self._cooldown_ends(e["host"], e["time"])
         self._cooldowns[e["host"]] = (e["time"], e["time"] + e["seconds"], e["reason"])
 
-    def _agent_joined(self, e: Event) -> None:
+    def _agent_joined(self, e: event_file.AgentJoined) -> None:
         self._mark(e, "agent", f"agent of {e['host']} joined")
 
-    def _agent_lost(self, e: Event) -> None:
+    def _agent_lost(self, e: event_file.AgentLost) -> None:
         self._drain_ends(e["host"], e["time"])
         self._mark(e, "agent", f"agent of {e['host']} lost", reason=e["reason"])
 
@@ -589,13 +590,13 @@ class JobHistory:
 
     # -------------------------------------------------------------------------------------------------- the workers
 
-    def _worker_ready(self, e: Event) -> None:
+    def _worker_ready(self, e: event_file.WorkerReady) -> None:
         newest = self._newest
         if newest is not None and newest.end_tick is not None and newest.last_tick is None:
             newest.last_tick = e["time"]
         self._workers.ready(e)
 
-    def _worker_exited(self, e: Event) -> None:
+    def _worker_exited(self, e: event_file.WorkerExited) -> None:
         failure = self._workers.exited(e)
         if failure is not None:
             rank = "" if failure.rank is None else f" (rank {failure.rank})"
@@ -604,10 +605,10 @@ class JobHistory:
 
     # --------------------------------------------------------------------------------------------------- the worlds
 
-    def _held(self, e: Event) -> None:
+    def _held(self, e: event_file.Hold) -> None:
         self._hold = (e["time"], e["cause"])
 
-    def _released(self, e: Event) -> None:
+    def _released(self, e: event_file.Release) -> None:
         self._hold_ends(e["time"], {"released": e["cause"]})
 
     def _hold_ends(self, time: float, details: Details) -> None:
@@ -616,7 +617,7 @@ class JobHistory:
             self._hold = None
             self._span("hold", None, f"hold: {cause}", begin, time, details)
 
-    def _end(self, e: Event) -> None:
+    def _end(self, e: event_file.End) -> None:
         self._hold_ends(e["time"], {})
         newest, tick = self._newest, e["at"] if isinstance(e["at"], int) else None
         planned = tick is not None or bool(e.get("planned"))  # in a world of workers without run: at no tick
@@ -630,7 +631,7 @@ class JobHistory:
         else:
             self._mark(e, "interrupt", f"generation {e['generation']} interrupted: {e['cause']}", tick=tick)
 
-    def _world_formed(self, e: Event) -> None:
+    def _world_formed(self, e: event_file.WorldFormed) -> None:
         before = self._newest
         cause, planned = ("", False) if before is None else (before.end_cause, before.end_planned)
         if before is not None:
@@ -638,17 +639,17 @@ class JobHistory:
             since = before.end_decided
             if since is not None:
                 self._span("waiting", None, "regroup: wait for all members", since, e["time"], {})
-        world = (e["size"], e["hosts"], list(map(str, e["joined"])), list(map(str, e["left"])))
+        world = (e["size"], e["hosts"], e["joined"], e["left"])
         self.generations.append(GenerationHistory(e["generation"], e["time"], *world, cause, planned))
         self.sizes.append((e["time"], e["size"]))
         self._workers.world_formed(e)
 
-    def _sync(self, e: Event) -> None:
+    def _sync(self, e: event_file.Sync) -> None:
         self.syncs, self.sync_bytes = self.syncs + 1, self.sync_bytes + e["bytes"]
         self.sync_seconds = max(self.sync_seconds, e["seconds"])
         self._workers.synced(e)
 
-    def _training_resumed(self, e: Event) -> None:
+    def _training_resumed(self, e: event_file.TrainingResumed) -> None:
         newest = self._newest
         if newest is None:
             return
@@ -657,10 +658,10 @@ class JobHistory:
         newest.lower_bounds = tuple(e["lower_bounds"])
         losses = {name: e[name] for name in ("downtime_s", "ticks_lost", "commits_lost")}
         self._span("formation", None, "world formation, sync, first tick", newest.formed, e["time"], {})
-        self._span("downtime", None, "downtime", e["time"] - e["downtime_s"], e["time"], losses)
+        self._span("downtime", None, "downtime", e["time"] - (e["downtime_s"] or 0.0), e["time"], losses)
         self._workers.resumed(e)
 
-    def _generation_finished(self, e: Event) -> None:
+    def _generation_finished(self, e: event_file.GenerationFinished) -> None:
         shares = shares_of(e)
         if shares is not None:
             self._wall_s += shares.wall_s
@@ -672,7 +673,7 @@ class JobHistory:
         begin = max(begin, self.began)
         self.spans.append(JobSpan(kind, host, name, begin, max(begin, end), details))
 
-    def _mark(self, e: Event, kind: str, name: str, **details: object) -> None:
+    def _mark(self, e: Any, kind: str, name: str, **details: object) -> None:
         self.marks.append(JobMark(e["time"], kind, e.get("host"), name, details))
 
 

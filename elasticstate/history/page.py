@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -85,7 +85,7 @@ def _clock(time: float) -> str:
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _bounded(e: dict[str, Any], name: str, text: str) -> str:
+def _bounded(e: Mapping[str, Any], name: str, text: str) -> str:
     return f"at least {text}" if name in e["lower_bounds"] else text
 
 
@@ -104,7 +104,7 @@ def _figures(runs: Sequence[JobHistory]) -> list[TableRow]:
 
 
 def _figures_of(run: JobHistory) -> dict[str, str]:
-    e = run.finished or {}
+    e: Mapping[str, Any] = run.finished or {}
     status = e.get("status") or "no end in the file: the job runs, or its driver was killed"
     sizes = [size for _, size in run.sizes[:-1]]
     share, shares = number(e, "goodput"), parts_of(run)
@@ -190,8 +190,7 @@ class _Job:
 
     @property
     def command(self) -> str:
-        words = (self.run.started or {}).get("command")
-        return " ".join(map(str, words)) if isinstance(words, list) else ""
+        return "" if self.run.started is None else " ".join(self.run.started.get("command", ()))
 
     @property
     def root_cause(self) -> dict[str, str] | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from elasticstate.driver.dashboard.view import History, decoded
 from elasticstate.driver.record import JobDirectory
-from elasticstate.driver.report import Report
+from elasticstate.driver.report import Fields, Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.net.strangers import Strangers
@@ -48,7 +48,7 @@ class Dashboard:
         self._server: DashboardServer | None = None
         report.watch(self)
 
-    def event(self, name: str, fields: dict[str, Any], at: float) -> None:
+    def event(self, name: str, fields: Fields, at: float) -> None:
         self.history.event(name, fields, at)
         self._has_changed()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from elasticstate.core import event_file
 from elasticstate.core.diagnostics import why_empty
 from elasticstate.core.state import (
     Host,
@@ -75,7 +76,7 @@ class History(msgspec.Struct):
     left: list[str] = []  # slots of the workers that the newest world has lost
     unresponsive: dict[str, str] = {}  # by worker: why its agent kills it
 
-    def event(self, name: str, fields: dict[str, Any], at: float) -> None:
+    def event(self, name: str, fields: Any, at: float) -> None:
         match name:
             case "end":
                 self.cause = fields["cause"]
@@ -111,7 +112,7 @@ class History(msgspec.Struct):
         """Add a line of ``elasticrun``."""
         self._add(self.lines, {"at": at, "text": text[:_LONGEST_LINE]}, _MOST_LINES)
 
-    def _world_formed(self, fields: dict[str, Any], at: float) -> None:
+    def _world_formed(self, fields: event_file.WorldFormed, at: float) -> None:
         joined, left = fields["joined"], fields["left"]
         self.generations[str(fields["generation"])] = {
             "at": at,
@@ -125,12 +126,12 @@ class History(msgspec.Struct):
         self.left = [name.partition("#")[0] for name in left]
         _shorten(self.generations, _MOST_GENERATIONS)
 
-    def _update(self, fields: dict[str, Any], **values: float) -> None:
+    def _update(self, fields: event_file.CommonFields, **values: float) -> None:
         generation = str(fields["generation"])
         if generation in self.generations:
             self.generations[generation] = {**self.generations[generation], **values}
 
-    def _root_cause(self, fields: dict[str, Any], at: float) -> None:
+    def _root_cause(self, fields: event_file.RootCause, at: float) -> None:
         error = str(fields.get("error") or "").rstrip()[-_LONGEST_ERROR:]
         about = {"reason": f"root cause: {fields['reason']}", "at": at, "generation": fields["generation"]}
         self._add_failure({**about, "error": error})

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from elasticstate.core.ids import WorkerId
+from elasticstate.driver.job import JobState, Journal
 from elasticstate.driver.output import OutputTroubles
 from elasticstate.driver.report import Report
 from elasticstate.net.messages import OutputTrouble
+from tests.kit.core import POLICY
 
 FULL = "No space left on device"
 
 
-def test_the_same_trouble_on_many_hosts_is_one_warning_and_one_end(capfd: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
-    events: list[tuple[str, dict[str, Any]]] = []
-    outputs = OutputTroubles(report, lambda name, **fields: events.append((name, fields)))
+def test_the_same_trouble_on_many_hosts_is_one_warning_and_one_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = Report("j", str(tmp_path / "events"), verbose=False)
+    outputs = OutputTroubles(report, Journal(report, JobState(POLICY, 0.0)))
     logs = "--log-dir /logs"
     for host in "abc":
         outputs.update(host, OutputTrouble(logs, FULL, (), 0))
@@ -42,11 +46,11 @@ def test_the_same_trouble_on_many_hosts_is_one_warning_and_one_end(capfd: pytest
         "elasticrun: warning: host a: stdout: not read; waiting workers: a:3. With --log-dir, no worker waits for the "
         "terminal",
     ]
-    names = [(name, fields["host"]) for name, fields in events]
-    assert names == [
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [(event["event"], event["host"]) for event in events] == [
         *(("output_blocked", host) for host in "abc"),
         *(("output_resumed", host) for host in "ab"),
         *(("output_blocked", "a"), ("output_blocked", "a")),
     ]
-    assert events[-1][1]["workers"] == ["a:3#1"]
-    assert events[4][1] == {"host": "b", "output": logs, "dropped_bytes": 10}
+    assert events[-1]["workers"] == ["a:3#1"]
+    assert (events[4]["output"], events[4]["dropped_bytes"]) == (logs, 10)

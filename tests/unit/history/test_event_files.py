@@ -10,6 +10,7 @@ import pytest
 
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
+from elasticstate.history.job_history import histories
 from tests.kit.events import EventLines, killed_and_restarted
 
 GOOD = '{"time": 1.0, "event": "warning", "job": "j", "generation": 0, "text": "t"}\n'
@@ -68,7 +69,7 @@ def test_a_line_that_is_no_event_is_named_by_its_number(tmp_path: Path, line: st
     path = tmp_path / "e"
     path.write_bytes((GOOD + "\n" + line + GOOD).encode(errors="surrogateescape"))
     with pytest.raises(OptionError, match=re.escape(f"{str(path)!r}: line 3 is no event ({problem}")) as caught:
-        names(path)
+        histories(str(path), read_events(str(path)))
     assert "\n" not in str(caught.value)
 
 
