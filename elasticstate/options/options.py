@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +49,24 @@ class Declaration:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
 
-def _option(default: object, group: str, kind: kinds.Kind, names: str, help: str, rare: bool = False) -> Any:
-    """Return the dataclass field of an option. ``names`` are separated by spaces."""
-    return field(
-        default=default, metadata={"option": Declaration(tuple(names.split()), kind, default, group, help, rare)}
-    )
+def _option(default: object, kind: kinds.Kind, help: str, names: str = "", rare: bool = False) -> Any:
+    """Return the dataclass field of an option.
+
+    ``names``: separated by spaces; without, the name of the field: ``--stop-timeout`` for ``stop_timeout_s``.
+    """
+    return field(default=default, metadata={"kind": kind, "help": help, "names": names.split(), "is_rare": rare})
 
 
-# Groups, by what a user wants to do.
-_SIZE = "how many workers"
-_HOSTS = "which hosts"
-_RUN = "how workers run"
-_FAILURES = "failures, and time limits in seconds"
-_CHANGES = "planned changes, preemption and stragglers"
-_COMMITS = "commits, and copies of them"
-_OUTPUT = "what is shown"
-_HOROVOD = "jobs with elasticstate.horovod"
+_GROUPS = {  # by what a user wants to do: the first field of each group
+    "np": "how many workers",
+    "hosts": "which hosts",
+    "backend": "how workers run",
+    "start_timeout_s": "failures, and time limits in seconds",
+    "drain_timeout_s": "planned changes, preemption and stragglers",
+    "commit_dir": "commits, and copies of them",
+    "log_dir": "what is shown",
+    "stall_check_s": "jobs with elasticstate.horovod",
+}
 
 CONNECT_TIMEOUT_S = 10.0  # of commands that do not know the job's options
 _LONGEST_GRACE_S = 2.0
@@ -87,434 +90,317 @@ class Options:
     """No option, but Horovod's HOROVOD_TIMELINE_MARK_CYCLES, which marks the ends of ticks in the timeline."""
     np: int = _option(
         0,
-        _SIZE,
         kinds.COUNT,
-        "-np --num-proc",
         "Number of workers to start with (default: none; in an allocation of Slurm: its slots).",
+        names="-np --num-proc",
     )
     min_np: int = _option(
         0,
-        _SIZE,
         kinds.COUNT,
-        "--min-np --min-num-proc",
         "Smallest number of workers to train with. With fewer, the job waits for --elastic-timeout and then fails "
         "(default: -np; in an allocation of Slurm without -np: 1).",
+        names="--min-np --min-num-proc",
     )
     max_np: int | None = _option(
         None,
-        _SIZE,
         kinds.COUNT,
-        "--max-np --max-num-proc",
-        "Largest number of workers. Further slots stay empty (default: -np; with --host-discovery-script, "
-        "--listen or Slurm: no limit).",
+        "Largest number of workers. Further slots stay empty (default: -np; with --host-discovery-script, --listen or "
+        "Slurm: no limit).",
+        names="--max-np --max-num-proc",
     )
-    spares: int = _option(
-        0, _SIZE, kinds.NUMBER, "--spares", "Number of booted workers that wait outside the world to replace lost ones."
-    )
+    spares: int = _option(0, kinds.NUMBER, "Number of booted workers that wait outside the world to replace lost ones.")
     hosts: tuple[str, ...] = _option(
-        (), _HOSTS, kinds.HOSTS, "-H --hosts", "Hosts and their numbers of slots (default: localhost with -np slots)."
+        (), kinds.HOSTS, "Hosts and their numbers of slots (default: localhost with -np slots).", names="-H --hosts"
     )
     hostfile: str | None = _option(
         None,
-        _HOSTS,
         kinds.PATH,
-        "--hostfile",
         "File with one host or host:slots per line, perhaps followed by rack=NAME. It may change while the job runs.",
     )
     slots_per_host: int | None = _option(
         None,
-        _HOSTS,
         kinds.SLOTS,
-        "--slots-per-host",
-        "Slots of a host that is named without slots. auto: one for each GPU of this machine, or each CPU core if "
-        "it has no GPU (default: 1; slurm: its GPUs, or else its tasks).",
+        "Slots of a host that is named without slots. auto: one for each GPU of this machine, or each CPU core if it "
+        "has no GPU (default: 1; slurm: its GPUs, or else its tasks).",
     )
     host_discovery_script: str | None = _option(
         None,
-        _HOSTS,
         kinds.PATH,
-        "--host-discovery-script",
         "Program or shell command that prints one host or host:slots per line. It runs again and again.",
     )
     discovery: str | None = _option(
         None,
-        _HOSTS,
         kinds.NAME,
-        "--discovery",
         "Host source: list, hostfile, script, dial-in, slurm, ray, kubernetes, or one of an installed package "
         "(default: by the other options; in an allocation of Slurm: slurm).",
     )
     discovery_interval_s: float | None = _option(
-        None,
-        _HOSTS,
-        kinds.at_least_s(0.05),
-        "--discovery-interval",
-        "Seconds between two calls of host discovery (default: 1; slurm: 10).",
-        rare=True,
+        None, kinds.at_least_s(0.05), "Seconds between two calls of host discovery (default: 1; slurm: 10).", rare=True
     )
     listen: str | None = _option(
         None,
-        _HOSTS,
         kinds.ADDRESS,
-        "--listen",
-        "Address and port for agents that dial in (elasticrun agent --join ADDR:PORT). Their hosts are the hosts "
-        "of the job, without ssh and without discovery.",
+        "Address and port for agents that dial in (elasticrun agent --join ADDR:PORT). Their hosts are the hosts of "
+        "the job, without ssh and without discovery.",
     )
     token_file: str | None = _option(
         None,
-        _HOSTS,
         kinds.PATH,
-        "--token-file",
         "File with the token by which agents that dial in authenticate. elasticrun creates a missing file.",
     )
     pod_selector: str | None = _option(
         None,
-        _HOSTS,
         kinds.SELECTOR,
-        "--pod-selector",
-        "Label selector of the agents' pods in this namespace of Kubernetes, with --listen. The host of a pod "
-        "that is being deleted is drained.",
+        "Label selector of the agents' pods in this namespace of Kubernetes, with --listen. The host of a pod that is "
+        "being deleted is drained.",
         rare=True,
     )
     launcher: str | None = _option(
         None,
-        _HOSTS,
         kinds.NAME,
-        "--launcher",
-        "Program that starts an agent on each host: local, ssh, slurm, ray, or one of an installed package "
-        "(default: local on this machine and ssh elsewhere; with --discovery slurm or ray: the same).",
+        "Program that starts an agent on each host: local, ssh, slurm, ray, or one of an installed package (default: "
+        "local on this machine and ssh elsewhere; with --discovery slurm or ray: the same).",
         rare=True,
     )
     ssh_port: int | None = _option(
         None,
-        _HOSTS,
         kinds.PORT,
-        "--ssh-port -p",
         "Port of the ssh servers (default: from ssh's configuration).",
+        names="--ssh-port -p",
         rare=True,
     )
     ssh_identity_file: str | None = _option(
         None,
-        _HOSTS,
         kinds.PATH,
-        "--ssh-identity-file -i",
         "File with the private key for ssh (default: from ssh's configuration).",
+        names="--ssh-identity-file -i",
         rare=True,
     )
     env: tuple[str, ...] = _option(
         (),
-        _HOSTS,
         kinds.NAMES,
-        "--env",
-        "Environment variables to pass to workers on other hosts, for example HF_TOKEN,NCCL_*. They never appear "
-        "on a command line.",
+        "Environment variables to pass to workers on other hosts, for example HF_TOKEN,NCCL_*. They never appear on a "
+        "command line.",
     )
     backend: str = _option(
         "auto",
-        _RUN,
         kinds.BACKEND,
-        "--backend",
-        "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else "
-        "gloo. nccl2 is torch's new NCCL backend, experimental.",
+        "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo. "
+        "nccl2 is torch's new NCCL backend, experimental.",
     )
-    horovod: bool = _option(
-        False, _RUN, kinds.FLAG, "--horovod", "Give the options their meanings in horovodrun (see the guide)."
-    )
+    horovod: bool = _option(False, kinds.FLAG, "Give the options their meanings in horovodrun (see the guide).")
     preload: tuple[str, ...] | None = _option(
         (),
-        _RUN,
         kinds.MODULES_OR_OFF,
-        "--preload",
-        "Modules that a process on each host imports besides torch, so that workers that fork from it boot at "
-        "once. off: no such process; each worker imports for itself.",
+        "Modules that a process on each host imports besides torch, so that workers that fork from it boot at once. "
+        "off: no such process; each worker imports for itself.",
         rare=True,
     )
     start_timeout_s: float = _option(
         600.0,
-        _FAILURES,
         kinds.SECONDS,
-        "--start-timeout",
         "Seconds until --min-np workers must be ready for the first time. After that the job fails.",
     )
     elastic_timeout_s: float = _option(
-        600.0,
-        _FAILURES,
-        kinds.SECONDS,
-        "--elastic-timeout",
-        "Seconds the job may have fewer than --min-np workers later on. After that the job fails.",
+        600.0, kinds.SECONDS, "Seconds the job may have fewer than --min-np workers later on. After that the job fails."
     )
     regroup_timeout_s: float = _option(
         60.0,
-        _FAILURES,
         kinds.SECONDS,
-        "--regroup-timeout",
         "Seconds survivors may take to regroup. After that the world forms without the late ones, which join later.",
         rare=True,
     )
     heartbeat_timeout_s: float = _option(
         10.0,
-        _FAILURES,
         kinds.at_least_s(0.5),
-        "--heartbeat-timeout",
         "Seconds without a heartbeat. After that a worker is killed, and an agent and its host count as lost.",
     )
     hang_timeout_s: float | None = _option(
         None,
-        _FAILURES,
         kinds.SECONDS_OR_OFF,
-        "--hang-timeout",
-        "Seconds a worker may go without a tick or a call of state.progress(). After that its generation ends, "
-        "and a worker that still does not move is killed.",
+        "Seconds a worker may go without a tick or a call of state.progress(). After that its generation ends, and a "
+        "worker that still does not move is killed.",
     )
     collective_timeout_s: float = _option(
         1800.0,
-        _FAILURES,
         kinds.at_least_s(1.0),
-        "--collective-timeout",
         "Seconds a collective may take. After that it raises an error; one of NCCL ends the generation.",
         rare=True,
     )
     lease_s: float | None = _option(
         None,
-        _FAILURES,
         kinds.LEASE,
-        "--lease",
-        "For jobs whose ticks have no collective of all workers (local SGD): seconds after which an unreachable "
-        "host stops training. The others continue 1.25 times as long after they have counted it as lost.",
+        "For jobs whose ticks have no collective of all workers (local SGD): seconds after which an unreachable host "
+        "stops training. The others continue 1.25 times as long after they have counted it as lost.",
         rare=True,
     )
     driver_timeout_s: float = _option(
         300.0,
-        _FAILURES,
         kinds.SECONDS,
-        "--driver-timeout --orphan-timeout",
         "Seconds an agent waits for a lost elasticrun. After that the agent stops its workers.",
+        names="--driver-timeout --orphan-timeout",
         rare=True,
     )
     stop_timeout_s: float = _option(
         10.0,
-        _FAILURES,
         kinds.SECONDS,
-        "--stop-timeout",
         "Seconds a worker may take to exit when it is stopped. After that it is killed with SIGKILL.",
         rare=True,
     )
     reset_limit: int | None = _option(
-        None,
-        _FAILURES,
-        kinds.LIMIT_OR_OFF,
-        "--reset-limit",
-        "Number of failures that the job may survive. One failure more ends the job.",
+        None, kinds.LIMIT_OR_OFF, "Number of failures that the job may survive. One failure more ends the job."
     )
     cooldown_range_s: tuple[float, float] = _option(
         (10.0, 600.0),
-        _FAILURES,
         kinds.RANGE,
-        "--cooldown-range --blacklist-cooldown-range",
         "Shortest and longest cooldown in seconds: a failed host stays unused for it, each time twice as long. A "
         "preempted host has the longest one.",
+        names="--cooldown-range --blacklist-cooldown-range",
     )
     drain_timeout_s: float = _option(
-        30.0,
-        _CHANGES,
-        kinds.SECONDS,
-        "--drain-timeout",
-        "Seconds a drain may take. After that the worker counts as failed.",
+        30.0, kinds.SECONDS, "Seconds a drain may take. After that the worker counts as failed."
     )
     preemption_command: str | None = _option(
         None,
-        _CHANGES,
         kinds.COMMAND,
-        "--preemption-command",
-        "Command that each host runs to look for a preemption notice, with the host's name in ELASTICSTATE_HOST. "
-        "Exit code 0: the host is drained; 1: no notice.",
+        "Command that each host runs to look for a preemption notice, with the host's name in ELASTICSTATE_HOST. Exit "
+        "code 0: the host is drained; 1: no notice.",
     )
     preemption_signals: tuple[int, ...] = _option(
         (signal.SIGTERM,),
-        _CHANGES,
         kinds.SIGNALS,
-        "--preemption-signals",
         "Signals that count as a preemption notice. An agent that receives one drains its host, a worker itself.",
         rare=True,
     )
     join_window_s: float = _option(
         5.0,
-        _CHANGES,
         kinds.SECONDS,
-        "--join-window",
         "Seconds a ready newcomer waits for others that are still starting. After that it joins without them.",
         rare=True,
     )
     min_interrupt_distance_s: float = _option(
         5.0,
-        _CHANGES,
         kinds.SECONDS,
-        "--min-interrupt-distance",
         "Least number of seconds between two planned changes of the world. Drains do not wait for it.",
         rare=True,
     )
     straggler_action: str = _option(
         "warn",
-        _CHANGES,
         kinds.STRAGGLER_ACTION,
-        "--straggler-action",
-        "Action after the warning about a straggler: none (warn), or a drain of its worker (drain), one at a "
-        "time. A drained slot stays empty for the longest cooldown.",
+        "Action after the warning about a straggler: none (warn), or a drain of its worker (drain), one at a time. A "
+        "drained slot stays empty for the longest cooldown.",
         rare=True,
     )
     commit_dir: str = _option(
         "/dev/shm",
-        _COMMITS,
         kinds.PATH,
-        "--commit-dir",
-        "Directory of the commit storage, best in memory: two commits for each worker. A commit that does not fit "
-        "is refused.",
+        "Directory of the commit storage, best in memory: two commits for each worker. A commit that does not fit is "
+        "refused.",
     )
     one_copy_per_host: bool = _option(
         False,
-        _COMMITS,
         kinds.FLAG,
-        "--one-copy-per-host",
-        "Keep commits of one worker of each host, from which the others there restore. All workers' values must "
-        "be equal: they are compared at the first commit of each world.",
+        "Keep commits of one worker of each host, from which the others there restore. All workers' values must be "
+        "equal: they are compared at the first commit of each world.",
     )
     replicas: int | None = _option(
         None,
-        _COMMITS,
         kinds.NUMBER,
-        "--replicas",
         "Number of other hosts that keep a copy of each shard of a sharded state (default: 1 if a shard is on one "
         "host of several, else 0).",
     )
     replica_rate: int | None = _option(
         None,
-        _COMMITS,
         kinds.BYTES_OR_OFF,
-        "--replica-rate",
         "Most bytes per second that a host sends to other hosts for --replicas, for example 100M. off: no limit.",
         rare=True,
     )
     durable_dir: str | None = _option(
         None,
-        _COMMITS,
         kinds.PATH,
-        "--durable-dir",
         "Directory, or URL of fsspec (s3://bucket/run), for durable copies of commits. A job that finds complete "
         "copies there resumes from the newest one.",
     )
-    durable_interval_s: float = _option(
-        600.0, _COMMITS, kinds.SECONDS, "--durable-interval", "Seconds between the begins of two durable copies."
-    )
-    durable_keep: int = _option(
-        3, _COMMITS, kinds.COUNT, "--durable-keep", "Number of durable copies to keep. Older ones are removed."
-    )
+    durable_interval_s: float = _option(600.0, kinds.SECONDS, "Seconds between the begins of two durable copies.")
+    durable_keep: int = _option(3, kinds.COUNT, "Number of durable copies to keep. Older ones are removed.")
     durable_timeout_s: float = _option(
         60.0,
-        _COMMITS,
         kinds.at_least_s(1.0),
-        "--durable-timeout",
         "Seconds a durable copy may be written or read without progress. After that the attempt has failed.",
         rare=True,
     )
     commit_device_memory: int = _option(
         0,
-        _COMMITS,
         kinds.BYTES,
-        "--commit-device-memory",
         "Bytes of each worker's GPU memory that a commit may use. More memory means that training waits less.",
         rare=True,
     )
     verify_sync: bool = _option(
-        False,
-        _COMMITS,
-        kinds.FLAG,
-        "--verify-sync",
-        "Compare all states after each sync. A difference is an error.",
-        rare=True,
+        False, kinds.FLAG, "Compare all states after each sync. A difference is an error.", rare=True
     )
     tick_records: bool = _option(
         False,
-        _COMMITS,
         kinds.FLAG,
-        "--tick-records",
         "Record each tick, so that a failure repeats none if possible. Only on CPUs; replaces methods of torch.Tensor.",
         rare=True,
     )
     log_dir: str | None = _option(
         None,
-        _OUTPUT,
         kinds.PATH,
-        "--log-dir",
         "Directory for each worker's output, in <host>-<slot>.out and .err. Files are appended to, never deleted.",
     )
     only_ranks: tuple[tuple[int, int], ...] = _option(
         (),
-        _OUTPUT,
         kinds.RANKS,
-        "--only-ranks",
-        "Ranks whose output is shown on the terminal, for example 0,4-7 (default: all). Files have the output of "
-        "all ranks.",
+        "Ranks whose output is shown on the terminal, for example 0,4-7 (default: all). Files have the output of all "
+        "ranks.",
     )
     tee: int = _option(
         3,
-        _OUTPUT,
         kinds.STREAMS,
-        "--tee",
         "Streams shown on the terminal besides the files of --log-dir: 0 none, 1 stdout, 2 stderr, 3 both.",
         rare=True,
     )
-    verbose: bool = _option(False, _OUTPUT, kinds.FLAG, "--verbose", "Print the reasons for decisions, too.")
+    verbose: bool = _option(False, kinds.FLAG, "Print the reasons for decisions, too.")
     job_name: str | None = _option(
-        None, _OUTPUT, kinds.NAME, "--job-name", "Name for elasticrun status and --reattach (default: a generated one)."
+        None, kinds.NAME, "Name for elasticrun status and --reattach (default: a generated one)."
     )
-    events_file: str | None = _option(
-        None, _OUTPUT, kinds.PATH, "--events-file", "File to which each event is appended as a line of JSON."
-    )
+    events_file: str | None = _option(None, kinds.PATH, "File to which each event is appended as a line of JSON.")
     metrics: str | None = _option(
         None,
-        _OUTPUT,
         kinds.PAGE,
-        "--metrics",
         "Port, on the loopback interface or ADDR, at which Prometheus reads metrics: http://127.0.0.1:PORT/metrics.",
     )
     dashboard: str | None = _option(
         None,
-        _OUTPUT,
         kinds.PAGE,
-        "--dashboard",
         "Port, on the loopback interface or ADDR, of a web page that shows the job: http://127.0.0.1:PORT/.",
     )
     dashboard_require_token: bool = _option(
         False,
-        _OUTPUT,
         kinds.FLAG,
-        "--dashboard-require-token",
-        "Show the job only to requests with its token, also over the loopback interface: for a proxy in front of "
-        "the --dashboard.",
+        "Show the job only to requests with its token, also over the loopback interface: for a proxy in front of the "
+        "--dashboard.",
         rare=True,
     )
     stall_check_s: float | None = _option(
         60.0,
-        _HOROVOD,
         kinds.SECONDS_OR_NEVER,
-        "--stall-check-time --stall-check-warning-time-seconds",
         "Seconds some ranks may wait in a collective for ranks that have not made the call. After that a warning "
         "names the call, the waiting and the missing ranks.",
+        names="--stall-check-time --stall-check-warning-time-seconds",
         rare=True,
     )
     stall_shutdown_s: float | None = _option(
         None,
-        _HOROVOD,
         kinds.SECONDS_OR_NEVER,
-        "--stall-shutdown-time --stall-check-shutdown-time-seconds",
         "Seconds such a wait may last. After that the job fails.",
+        names="--stall-shutdown-time --stall-check-shutdown-time-seconds",
         rare=True,
     )
     timeline_filename: str | None = _option(
         None,
-        _HOROVOD,
         kinds.PATH,
-        "--timeline-filename",
         "File for a trace of the collectives, for chrome://tracing and Perfetto. Rank 0 writes it.",
         rare=True,
     )
@@ -580,6 +466,14 @@ HOROVOD: Mapping[str, str] = {
 """Horovod's variables that set a field, besides the option's own ones."""
 
 
-def declarations() -> dict[str, Declaration]:
+@cache
+def declarations() -> Mapping[str, Declaration]:
     """Return the options in the order of the help, by the names of their fields."""
-    return {f.name: f.metadata["option"] for f in fields(Options) if "option" in f.metadata}
+    found, group = {}, ""
+    for f in fields(Options):
+        if "kind" in f.metadata:
+            group = _GROUPS.get(f.name, group)
+            names = tuple(f.metadata["names"]) or ("--" + f.name.removesuffix("_s").replace("_", "-"),)
+            rest = {name: f.metadata[name] for name in ("kind", "help", "is_rare")}
+            found[f.name] = Declaration(names=names, default=f.default, group=group, **rest)
+    return found
