@@ -19,6 +19,7 @@ from elasticstate.durable.stored_copies import (
     milliseconds_of,
 )
 from elasticstate.errors import OptionError
+from elasticstate.history.output import check_output
 from elasticstate.machine import format_bytes
 from elasticstate.terminal import complain, printable
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--value", metavar="NAME", help="Write only the tensors of this value of the state.")
     given = parser.parse_args(argv)
-    _check_output(given.output)
+    check_output(given.output, ())
     if reason := refuse(given.place):
         raise OptionError(f"export: {given.place!r}: {reason}.")
     place, name = _split(given.place)
@@ -81,14 +82,6 @@ def _split(text: str) -> tuple[str, str]:
     place = absolute(text).rstrip("/")
     before, _, last = place.rpartition("/")
     return (before, last) if milliseconds_of(last) is not None else (place, "")
-
-
-def _check_output(path: str) -> None:
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise OptionError(f"-o/--output: {path!r}: {folder!r} is not a directory. Make it, or name another file.")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OptionError(f"-o/--output: {path!r}: is not a regular file. Name another file.")
 
 
 def _export(place: str, name: str, output: str, value: str | None) -> int:

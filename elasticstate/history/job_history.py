@@ -441,7 +441,6 @@ class JobHistory:
     copies: CopiesHistory = field(default_factory=CopiesHistory)
     warnings: int = 0
     _workers: WorkerSpans = field(init=False)
-    _handlers: dict[str, Callable[[Any], None]] = field(init=False)
     _hold: tuple[float, str] | None = None
     _drains: dict[str, tuple[float, str]] = field(default_factory=dict)
     _cooldowns: dict[str, tuple[float, float, str]] = field(default_factory=dict)
@@ -452,37 +451,6 @@ class JobHistory:
     def __post_init__(self) -> None:
         self.last = self.began
         self._workers = WorkerSpans(self.sink, self.failures)
-        workers = self._workers
-        self._handlers = {
-            "job_started": self._job_started,
-            "job_finished": self._job_finished,
-            "root_cause": self._root_cause,
-            "driver_restarted": self._driver_restarted,
-            "warning": self._warning,
-            "stall": self._stall,
-            "no_tick": self._no_tick,
-            "no_tick_ended": lambda e: self._stall_ends(_NO_TICK, e["time"], e["reason"]),
-            "stall_ended": self._stall_ended,
-            "host_added": self._host_added,
-            "host_removed": self._host_removed,
-            "host_draining": self._host_draining,
-            "host_cooldown": self._host_cooldown,
-            "agent_joined": self._agent_joined,
-            "agent_lost": self._agent_lost,
-            "worker_started": workers.started,
-            "worker_ready": self._worker_ready,
-            "worker_exited": self._worker_exited,
-            "worker_unresponsive": workers.unresponsive,
-            "hold": self._held,
-            "release": self._released,
-            "end": self._end,
-            "world_formed": self._world_formed,
-            "sync": self._sync,
-            "training_resumed": self._training_resumed,
-            "generation_finished": self._generation_finished,
-            "replication": self.copies.replication,
-            "durable_copy": self.copies.durable_copy,
-        }
 
     @property
     def _newest(self) -> GenerationHistory | None:
@@ -491,7 +459,7 @@ class JobHistory:
     def add(self, e: Event) -> None:
         """Add an event. The time of this history never goes back, even if the clock was set back."""
         e["time"] = max(self.last, e["time"])
-        handler = self._handlers.get(e["event"])
+        handler: Callable[[Event], None] | None = getattr(self, f"on_{e['event']}", None)
         if handler is not None:
             handler(e)
         self.last = e["time"]
@@ -510,12 +478,10 @@ class JobHistory:
         if self.sizes:
             self.sizes.append((self.last, 0 if self.finished else self.sizes[-1][1]))
 
-    # ------------------------------------------------------------------------------------------------------ the job
-
-    def _job_started(self, e: event_file.JobStarted) -> None:
+    def on_job_started(self, e: event_file.JobStarted) -> None:
         self.started = e
 
-    def _job_finished(self, e: event_file.JobFinished) -> None:
+    def on_job_finished(self, e: event_file.JobFinished) -> None:
         self.finished = e
         if self._newest is not None:
             self._newest.ended = e["time"]
@@ -524,26 +490,29 @@ class JobHistory:
             self.goodput.append((e["time"], share))
         self._mark(e, "job", f"job {e['status']}", failures=e["failures"], goodput=share)
 
-    def _root_cause(self, e: event_file.RootCause) -> None:
+    def on_root_cause(self, e: event_file.RootCause) -> None:
         self.root_cause = e
         self._workers.over()
         self._mark(e, "failure", f"root cause: {e['reason']}")
 
-    def _driver_restarted(self, e: event_file.DriverRestarted) -> None:
+    def on_driver_restarted(self, e: event_file.DriverRestarted) -> None:
         self.drivers = max(self.drivers + 1, e["epoch"])
         self._span("driver", None, f"no event until driver {e['epoch']} reattached", self.last, e["time"], {})
         self._mark(e, "driver", f"driver {e['epoch']} reattached", back=e.get("back"), lost=e.get("lost"))
 
-    def _warning(self, e: Event) -> None:
+    def on_warning(self, e: Event) -> None:
         self.warnings += 1
 
-    def _stall(self, e: Event) -> None:
+    def on_stall(self, e: Event) -> None:
         self._stalls[e["call"]] = e
 
-    def _no_tick(self, e: Event) -> None:
+    def on_no_tick(self, e: Event) -> None:
         self._stalls[_NO_TICK] = {**e, "who": e["text"]}
 
-    def _stall_ended(self, e: event_file.StallEnded) -> None:
+    def on_no_tick_ended(self, e: event_file.NoTickEnded) -> None:
+        self._stall_ends(_NO_TICK, e["time"], e["reason"])
+
+    def on_stall_ended(self, e: event_file.StallEnded) -> None:
         self._stall_ends(e["call"], e["time"], e["reason"])
 
     def _stall_ends(self, call: str, time: float, reason: str) -> None:
@@ -552,29 +521,27 @@ class JobHistory:
             details = {"missing": stall["who"], "end": reason}
             self._span("stall", None, f"stall: {call}", stall["time"] - stall["seconds"], time, details)
 
-    # ---------------------------------------------------------------------------------------------------- the hosts
-
-    def _host_added(self, e: event_file.HostAdded) -> None:
+    def on_host_added(self, e: event_file.HostAdded) -> None:
         self._mark(e, "host", f"host {e['host']} added", slots=e["slots"])
 
-    def _host_removed(self, e: event_file.HostRemoved) -> None:
+    def on_host_removed(self, e: event_file.HostRemoved) -> None:
         self._workers.host_removed(e)
         self._drain_ends(e["host"], e["time"])
         self._mark(e, "host", f"host {e['host']} removed")
 
-    def _host_draining(self, e: event_file.HostDraining) -> None:
+    def on_host_draining(self, e: event_file.HostDraining) -> None:
         self._drains.setdefault(e["host"], (e["time"], e["reason"]))
         self._workers.host_drains(e["host"])
 
-    def _host_cooldown(self, e: event_file.HostCooldown) -> None:
+    def on_host_cooldown(self, e: event_file.HostCooldown) -> None:
         self._drain_ends(e["host"], e["time"])
         self._cooldown_ends(e["host"], e["time"])
         self._cooldowns[e["host"]] = (e["time"], e["time"] + e["seconds"], e["reason"])
 
-    def _agent_joined(self, e: event_file.AgentJoined) -> None:
+    def on_agent_joined(self, e: event_file.AgentJoined) -> None:
         self._mark(e, "agent", f"agent of {e['host']} joined")
 
-    def _agent_lost(self, e: event_file.AgentLost) -> None:
+    def on_agent_lost(self, e: event_file.AgentLost) -> None:
         self._drain_ends(e["host"], e["time"])
         self._mark(e, "agent", f"agent of {e['host']} lost", reason=e["reason"])
 
@@ -588,27 +555,29 @@ class JobHistory:
             begin, end, reason = self._cooldowns.pop(host)
             self._span("cooldown", host, f"cooldown of {host}", begin, min(end, time), {"reason": reason})
 
-    # -------------------------------------------------------------------------------------------------- the workers
+    def on_worker_started(self, e: event_file.WorkerStarted) -> None:
+        self._workers.started(e)
 
-    def _worker_ready(self, e: event_file.WorkerReady) -> None:
+    def on_worker_unresponsive(self, e: event_file.WorkerUnresponsive) -> None:
+        self._workers.unresponsive(e)
+
+    def on_worker_ready(self, e: event_file.WorkerReady) -> None:
         newest = self._newest
         if newest is not None and newest.end_tick is not None and newest.last_tick is None:
             newest.last_tick = e["time"]
         self._workers.ready(e)
 
-    def _worker_exited(self, e: event_file.WorkerExited) -> None:
+    def on_worker_exited(self, e: event_file.WorkerExited) -> None:
         failure = self._workers.exited(e)
         if failure is not None:
             rank = "" if failure.rank is None else f" (rank {failure.rank})"
             name = f"{failure.host}:{failure.slot}{rank} failed: {failure.how}"
             self.marks.append(JobMark(failure.time, "failure", failure.host, name, {}))
 
-    # --------------------------------------------------------------------------------------------------- the worlds
-
-    def _held(self, e: event_file.Hold) -> None:
+    def on_hold(self, e: event_file.Hold) -> None:
         self._hold = (e["time"], e["cause"])
 
-    def _released(self, e: event_file.Release) -> None:
+    def on_release(self, e: event_file.Release) -> None:
         self._hold_ends(e["time"], {"released": e["cause"]})
 
     def _hold_ends(self, time: float, details: Details) -> None:
@@ -617,7 +586,7 @@ class JobHistory:
             self._hold = None
             self._span("hold", None, f"hold: {cause}", begin, time, details)
 
-    def _end(self, e: event_file.End) -> None:
+    def on_end(self, e: event_file.End) -> None:
         self._hold_ends(e["time"], {})
         newest, tick = self._newest, e["at"] if isinstance(e["at"], int) else None
         planned = tick is not None or bool(e.get("planned"))  # in a world of workers without run: at no tick
@@ -631,7 +600,7 @@ class JobHistory:
         else:
             self._mark(e, "interrupt", f"generation {e['generation']} interrupted: {e['cause']}", tick=tick)
 
-    def _world_formed(self, e: event_file.WorldFormed) -> None:
+    def on_world_formed(self, e: event_file.WorldFormed) -> None:
         before = self._newest
         cause, planned = ("", False) if before is None else (before.end_cause, before.end_planned)
         if before is not None:
@@ -644,12 +613,12 @@ class JobHistory:
         self.sizes.append((e["time"], e["size"]))
         self._workers.world_formed(e)
 
-    def _sync(self, e: event_file.Sync) -> None:
+    def on_sync(self, e: event_file.Sync) -> None:
         self.syncs, self.sync_bytes = self.syncs + 1, self.sync_bytes + e["bytes"]
         self.sync_seconds = max(self.sync_seconds, e["seconds"])
         self._workers.synced(e)
 
-    def _training_resumed(self, e: event_file.TrainingResumed) -> None:
+    def on_training_resumed(self, e: event_file.TrainingResumed) -> None:
         newest = self._newest
         if newest is None:
             return
@@ -661,13 +630,19 @@ class JobHistory:
         self._span("downtime", None, "downtime", e["time"] - (e["downtime_s"] or 0.0), e["time"], losses)
         self._workers.resumed(e)
 
-    def _generation_finished(self, e: event_file.GenerationFinished) -> None:
+    def on_generation_finished(self, e: event_file.GenerationFinished) -> None:
         shares = shares_of(e)
         if shares is not None:
             self._wall_s += shares.wall_s
             self._kept_s += shares.parts["goodput"] - (number(e, "redone_earlier_s") or 0.0)
             if self._wall_s > 0:
                 self.goodput.append((e["time"], max(0.0, self._kept_s / self._wall_s)))
+
+    def on_replication(self, e: event_file.Replication) -> None:
+        self.copies.replication(e)
+
+    def on_durable_copy(self, e: event_file.DurableCopy) -> None:
+        self.copies.durable_copy(e)
 
     def _span(self, kind: str, host: str | None, name: str, begin: float, end: float, details: Details) -> None:
         begin = max(begin, self.began)

@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from elasticstate import extension
 from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
+
+if TYPE_CHECKING:
+    from elasticstate.horovod.negotiation import LateHandle, NameUse
 
 
 class CallKind(IntEnum):
@@ -108,29 +111,6 @@ def refusal(tensor: torch.Tensor, *, needs_dimension: bool = False) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- members
-# Members: the ranks that make a call together. They are all ranks of the world, or those of a process set.
-
-
-class EarlierCall(Protocol):
-    """A call that this rank has made, and some other ranks not yet."""
-
-    call: Call
-
-    def start(self) -> None:
-        """Start it, at the same point as all other ranks."""
-
-    def wait_for_start(self) -> None:
-        """Wait until all ranks have made it."""
-
-    def fail(self, error: str) -> None:
-        """End it: the call differs on other ranks."""
-
-
-class RunningCall(Protocol):
-    """A started call."""
-
-    def is_over(self) -> bool:
-        """Return True if its name may be used again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +136,8 @@ class Members:
     gradients: weakref.ref[dist.ProcessGroup] | None = None
     process_set: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    earlier: dict[str, EarlierCall] = field(default_factory=dict)
-    running: dict[str, RunningCall] = field(default_factory=dict)
+    earlier: dict[str, LateHandle[Any]] = field(default_factory=dict)
+    running: dict[str, NameUse] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

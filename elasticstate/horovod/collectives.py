@@ -395,12 +395,11 @@ def reducescatter(
     Raises UsageError, on all ranks, if their tensors or arguments differ or are invalid, and torch's error if a peer
     dies.
     """
-    factors = prescale_factor, postscale_factor
+    arguments = compression, op, process_set, prescale_factor, postscale_factor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        arguments = name, compression, op, process_set, *factors
-        reduced: torch.Tensor = cast(Any, _Differentiable).apply(tensor, *arguments)
+        reduced: torch.Tensor = cast(Any, _Differentiable).apply(tensor, name, *arguments)
         return reduced
-    return _start_reducescatter(tensor, name, True, compression, op, process_set, *factors).wait()
+    return _start_reducescatter(tensor, name, True, *arguments).wait()
 
 
 def reducescatter_async(
@@ -509,18 +508,10 @@ def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postsca
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        name: str | None,
-        compression: type[Compressor],
-        op: Op,
-        process_set: ProcessSet | None,
-        prescale: float,
-        postscale: float,
-    ) -> torch.Tensor:
-        ctx.op, ctx.process_set, ctx.factor = op, process_set, prescale * postscale
-        return _start_reducescatter(tensor, name, True, compression, op, process_set, prescale, postscale).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *arguments: Any) -> torch.Tensor:
+        _, ctx.op, ctx.process_set, prescale, postscale = arguments
+        ctx.factor = prescale * postscale
+        return _start_reducescatter(tensor, name, True, *arguments).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

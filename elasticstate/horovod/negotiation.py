@@ -17,13 +17,12 @@ header only while a rank is known to have joined. Every header contains the numb
 
 from __future__ import annotations
 
-import json
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -53,8 +52,7 @@ class Offered(NamedTuple):
         return cls(call.key, call.digest, call.lines[0])
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True, array_like=True):
     """The calls of one rank.
 
     Args:
@@ -65,19 +63,11 @@ class Offer:
 
     next: Offered | None
     yields: bool
-    earlier: Sequence[Offered]
+    earlier: list[Offered]
 
     @property
     def calls(self) -> list[Offered]:
         return [*self.earlier, *([self.next] if self.next is not None else [])]
-
-    def encode(self) -> bytes:
-        return json.dumps([self.next, self.yields, list(self.earlier)]).encode()
-
-    @classmethod
-    def decode(cls, text: bytes) -> Offer:
-        following, yields, earlier = json.loads(text)
-        return cls(Offered(*following) if following else None, yields, [Offered(*call) for call in earlier])
 
 
 class Decision(NamedTuple):
@@ -217,7 +207,10 @@ def _settle(call: Call, members: Members, yields: bool) -> bool | None:
     earlier = [Offered.of(late.call) for late in members.earlier.values()]
     own = Offer(None if call.is_wait else Offered.of(call), yields, earlier)
     with failures_named():
-        offers = [Offer.decode(text) for text in Channel(members.group, 0).messages_of_all(own.encode())]
+        offers = [
+            msgspec.json.decode(text, type=Offer)
+            for text in Channel(members.group, 0).messages_of_all(msgspec.json.encode(own))
+        ]
     decision = decide(offers)
     if decision.runs is not None:
         if own.next is not None and own.next.digest == decision.runs:
@@ -364,7 +357,6 @@ def _ranks(ranks: list[int]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- handles
-# Handles of running collectives.
 
 
 T = TypeVar("T")

@@ -105,6 +105,7 @@ _TUNES_FLAGS = (
     "--log-hide-timestamp",
     "--no-log-hide-timestamp",
 )
+_LEVEL = "--log-level"
 _QUIET_LEVELS = ("warning", "error", "fatal")
 
 
@@ -170,17 +171,22 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
             _put(texts, name, field, value)
     if given["--timeline-mark-cycles"]:
         texts["timeline_mark_cycles"] = "1"
-    level = (given["--log-level"] or "").lower()
+    level = (given[_LEVEL] or "").lower()
     if level in ("debug", "trace"):
         texts["verbose"] = "1"
     elif level not in ("", "info", *_QUIET_LEVELS):
-        raise OptionError(f"--log-level: {given['--log-level']!r}: must be trace, debug or info")
+        raise OptionError(f"{_LEVEL}: {given[_LEVEL]!r}: must be trace, debug or info")
 
 
 def check(given: dict[str, Any], options: Options) -> None:
     """Raise OptionError for options that set nothing here, or that mean something else with these options."""
-    if not options.horovod:
-        _refuse_tuning(given)
+    if not options.horovod and (idle := _without_effect(given)):
+        if idle[0] != _LEVEL:
+            raise OptionError(f"{idle[0]}: {_TUNING}. Leave this option out, or add --horovod to ignore it.")
+        raise OptionError(
+            f"{_LEVEL}: {given[_LEVEL]!r}: elasticrun prints one line for each event (info), and with --verbose also "
+            "its reasons (debug). Leave this option out, or use --verbose."
+        )
     if not (options.hosts or options.hostfile or options.host_discovery_script or options.listen):
         return
     for name in ("--nproc-per-node", "--nnodes", "--standalone"):
@@ -196,23 +202,13 @@ def check(given: dict[str, Any], options: Options) -> None:
 
 def note(given: dict[str, Any]) -> str:
     """Return a note about the ``given`` options of horovodrun that have no effect; "" if there are none."""
-    tuning = [name for name in (*_TUNES, *_TUNES_FLAGS) if given[name] is not None]
-    level = given["--log-level"]
-    if level is not None and level.lower() in _QUIET_LEVELS:
-        tuning.append("--log-level")
-    return f"without effect: {', '.join(tuning)}" if tuning else ""
+    idle = _without_effect(given)
+    return f"without effect: {', '.join(idle)}" if idle else ""
 
 
-def _refuse_tuning(given: dict[str, Any]) -> None:
-    for name in (*_TUNES, *_TUNES_FLAGS):
-        if given[name] is not None:
-            raise OptionError(f"{name}: {_TUNING}. Leave this option out, or add --horovod to ignore it.")
-    level = given["--log-level"]
-    if level is not None and level.lower() in _QUIET_LEVELS:
-        raise OptionError(
-            f"--log-level: {level!r}: elasticrun prints one line for each event (info), and with --verbose also its "
-            "reasons (debug). Leave this option out, or use --verbose."
-        )
+def _without_effect(given: dict[str, Any]) -> list[str]:
+    idle = [name for name in (*_TUNES, *_TUNES_FLAGS) if given[name] is not None]
+    return [*idle, _LEVEL] if (given[_LEVEL] or "").lower() in _QUIET_LEVELS else idle
 
 
 def _put(texts: dict[str, str | None], name: str, field: str, value: str) -> None:

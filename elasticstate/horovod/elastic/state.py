@@ -95,10 +95,6 @@ class TorchState(State, elasticstate.TorchState):
         super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
 
 
-# -------------------------------------------------------------------------------------------------------------- running
-# ``hvd.elastic.run``.
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
