@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from elasticstate.core.event_file import Replication
 from elasticstate.core.types import number_of
 from elasticstate.history.job_history import JobHistory, Shares, parts_of, share_names
 from elasticstate.terminal import printable
@@ -27,6 +28,7 @@ from elasticstate.terminal import printable
 
 COLOURS = 8  # colours of the style sheet
 MOST_JOBS = 16  # jobs in one plot
+_MOST_POINTS = 1500  # of one line
 _SVG = "http://www.w3.org/2000/svg"
 TEXT, _GRID = "#010200", "#010201"  # placeholders, each replaced by a colour of the style sheet
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 2)), (0, (1, 1.5)))
@@ -69,6 +71,9 @@ class Clock(NamedTuple):
 
     def since_start(self, run: JobHistory, points: Iterable[tuple[float, float]]) -> Points:
         return [((time - run.began) / self.seconds, value) for time, value in points]
+
+    def points(self, run: JobHistory, points: Iterable[tuple[float, float]], most: int = _MOST_POINTS) -> Points:
+        return thinned(self.since_start(run, points), most)
 
     def axes(self, title: str, y: str) -> tuple[Figure, Axes]:
         figure, axes = axes_of(title, f"time since the start of the job ({self.unit})", y)
@@ -208,7 +213,6 @@ def columns(points: Points) -> tuple[list[float], list[float]]:
 # ---------------------------------------------------------------------------------------------------------------- plots
 
 
-_MOST_POINTS = 1500  # of one line
 _MOST_CAUSES = 12  # of badput
 _MOST_MARKS = 200  # failures of one line
 _PART_COLOURS = (2, 1, 0, 3, 4, 5, 6, 7)  # goodput is green
@@ -223,13 +227,13 @@ def _sizes(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("World size over time", "workers")
     texts, largest, has_failures = [], 0, False
     for index, (run, label) in enumerate(shown):
-        points = thinned(clock.since_start(run, run.sizes), _MOST_POINTS)
+        points = clock.points(run, run.sizes)
         if points:
             sizes = [size for _, size in run.sizes[:-1]]
             largest = max(largest, *sizes)
             axes.step(*columns(points), where="post", label=label, **line_style(index))
             texts.append(f"{label}: {span_of(sizes, 'd')} workers, {sizes[-1]} at the end")
-        failures = thinned(clock.since_start(run, _failures_on_line(run)), _MOST_MARKS)
+        failures = clock.points(run, _failures_on_line(run), _MOST_MARKS)
         if failures:
             has_failures = True
             axes.plot(*columns(failures), "x", color=TEXT, markersize=6, markeredgewidth=1.5, zorder=3)
@@ -273,7 +277,7 @@ def _goodput(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("Goodput since the start", "share of the time (%)")
     texts = []
     for index, (run, label) in enumerate(shown):
-        points = [(x, 100 * y) for x, y in thinned(clock.since_start(run, run.goodput), _MOST_POINTS)]
+        points = [(x, 100 * y) for x, y in clock.points(run, run.goodput)]
         if points:
             axes.plot(*columns(points), label=label, marker=".", **line_style(index))
             texts.append(f"{label}: {points[-1][1]:.1f}% at the end")
@@ -329,7 +333,7 @@ def _downtimes(shown: Shown, clock: Clock) -> Plot | None:
             found = [(g.formed, g.downtime_s) for g in run.generations if g.downtime_s and g.planned == planned]
             if not found:
                 continue
-            points = thinned(clock.since_start(run, found), _MOST_POINTS)
+            points = clock.points(run, found)
             name = kind if len(shown) == 1 else f"{label}: {kind}"
             axes.plot(*columns(points), marker, label=name, color=line_style(index)["color"], markeredgewidth=1.8)
             costs = [cost for _, cost in found]
@@ -381,15 +385,15 @@ def _ages(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("Age of the newest replicated commit", "seconds")
     texts, values, failures = [], list[float](), Points()
     for index, (run, label) in enumerate(shown):
-        points = [(found.time, found.age_s) for found in run.copies.replications if found.age_s is not None]
+        points = [(e["time"], age) for e in run.copies.replications if (age := e["age_s"]) is not None]
         if points:
             ages = [age for _, age in points]
             values += ages
-            axes.plot(*columns(_since(clock, run, points)), label=label, marker=".", **line_style(index))
+            axes.plot(*columns(clock.points(run, points)), label=label, marker=".", **line_style(index))
             counts = f"{number_of(run.copies.replicated, 'replication')}, {run.copies.failed} failed"
             texts.append(f"{label}: at most {max(ages):.3g} s; {counts}")
-        failed = [(found.time, found.age_s or 0.0) for found in run.copies.replications if found.failed]
-        failures += thinned(clock.since_start(run, failed), _MOST_MARKS)
+        failed = [(e["time"], e["age_s"] or 0.0) for e in run.copies.replications if e["failed"]]
+        failures += clock.points(run, failed, _MOST_MARKS)
     if not texts:
         return None
     _cross(axes, failures, "with failed replications")
@@ -398,7 +402,7 @@ def _ages(shown: Shown, clock: Clock) -> Plot | None:
 
 
 def _bandwidths(shown: Shown, clock: Clock) -> Plot | None:
-    sent = [found.bytes_per_s for run, _ in shown for found in run.copies.replications]
+    sent = [_bytes_per_s(found) for run, _ in shown for found in run.copies.replications]
     if not sent:
         return None
     scale, unit = _unit(max(sent))
@@ -407,9 +411,9 @@ def _bandwidths(shown: Shown, clock: Clock) -> Plot | None:
     for index, (run, label) in enumerate(shown):
         found = run.copies.replications
         if found:
-            points = [(each.time, each.bytes_per_s / scale) for each in found]
-            axes.plot(*columns(_since(clock, run, points)), label=label, marker=".", **line_style(index))
-            memory = size_text(max(each.memory_bytes for each in found))
+            points = [(each["time"], _bytes_per_s(each) / scale) for each in found]
+            axes.plot(*columns(clock.points(run, points)), label=label, marker=".", **line_style(index))
+            memory = size_text(max(each["memory_bytes"] for each in found))
             sent_text = size_text(run.copies.sent_bytes)
             texts.append(f"{label}: {sent_text} sent from host to host; up to {memory} of memory for copies")
     axes.set_ylim(0, max(sent) / scale * 1.15 or 1.0)
@@ -422,13 +426,13 @@ def _durations(shown: Shown, clock: Clock) -> Plot | None:
     for index, (run, label) in enumerate(shown):
         saved, failed = run.copies.saved, run.copies.not_saved
         if saved:
-            points = _since(clock, run, [(copy.time, copy.seconds) for copy in saved])
+            points = clock.points(run, [(copy["time"], copy["seconds"]) for copy in saved])
             axes.plot(*columns(points), "o", label=label, color=line_style(index)["color"], markersize=5)
-            values += [copy.seconds for copy in saved]
+            values += [copy["seconds"] for copy in saved]
         if saved or failed:
-            took = f" in {span_of([copy.seconds for copy in saved], '.2g')} s" if saved else ""
+            took = f" in {span_of([copy['seconds'] for copy in saved], '.2g')} s" if saved else ""
             texts.append(f"{label}: {len(saved)} saved{took}; {len(failed)} failed")
-        failures += thinned(clock.since_start(run, [(time, 0.0) for time in failed]), _MOST_MARKS)
+        failures += clock.points(run, [(time, 0.0) for time in failed], _MOST_MARKS)
     if not texts:
         return None
     _cross(axes, failures, "failed attempt")
@@ -437,7 +441,7 @@ def _durations(shown: Shown, clock: Clock) -> Plot | None:
 
 
 def _sizes_of_copies(shown: Shown, clock: Clock) -> Plot | None:
-    sizes = [copy.bytes for run, _ in shown for copy in run.copies.saved]
+    sizes = [copy["bytes"] for run, _ in shown for copy in run.copies.saved]
     if not sizes:
         return None
     scale, unit = _unit(max(sizes))
@@ -446,16 +450,16 @@ def _sizes_of_copies(shown: Shown, clock: Clock) -> Plot | None:
     for index, (run, label) in enumerate(shown):
         saved = run.copies.saved
         if saved:
-            points = _since(clock, run, [(copy.time, copy.bytes / scale) for copy in saved])
+            points = clock.points(run, [(copy["time"], copy["bytes"] / scale) for copy in saved])
             axes.plot(*columns(points), "o", label=label, color=line_style(index)["color"], markersize=5)
-            total = size_text(sum(copy.bytes for copy in saved))
-            texts.append(f"{label}: {total} in all, the newest {size_text(saved[-1].bytes)}")
+            total = size_text(sum(copy["bytes"] for copy in saved))
+            texts.append(f"{label}: {total} in all, the newest {size_text(saved[-1]['bytes'])}")
     axes.set_ylim(0, max(sizes) / scale * 1.15 or 1.0)
     return drawn(figure, axes, texts)
 
 
-def _since(clock: Clock, run: JobHistory, points: Points) -> Points:
-    return thinned(clock.since_start(run, points), _MOST_POINTS)
+def _bytes_per_s(e: Replication) -> float:
+    return e["bytes"] / e["seconds"] if e["seconds"] > 0 else 0.0
 
 
 def _cross(axes: Axes, points: Points, label: str) -> None:

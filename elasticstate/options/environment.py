@@ -6,10 +6,10 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
@@ -111,21 +111,15 @@ class WorkerEnvironment:
     def variables(self) -> dict[str, str]:
         """Return the environment variables; :func:`worker_environment` reads them."""
         host, slot, incarnation = self.worker
-        return {
-            PREFIX + "SOCKET": self.socket,
-            **dict([agent_variable(self.agent)]),
-            PREFIX + "WORKER": f"{host}:{slot}:{incarnation}",
-            PREFIX + "JOB": self.job,
-            PREFIX + "JOB_ID": self.job_id,
-            PREFIX + "LOCAL_ADDRESS": self.local_address,
-            PREFIX + "COMMITS": self.commits,
-            _ERROR_FILE: self.error_file,
-            PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
-            PREFIX + "ONE_COPY": "1" if self.one_copy else "",
-            PREFIX + "START_SIZE": str(self.start_size),
-            PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.preemption_signals))),
-            PREFIX + "BACKEND": self.backend,
-        }
+        texts = {name: str(getattr(self, name)) for name in _WORKER_VARIABLES}
+        texts["worker"] = f"{host}:{slot}:{incarnation}"
+        texts["preemption_signals"] = " ".join(str(int(number)) for number in self.preemption_signals)
+        texts["one_copy"] = "1" if self.one_copy else ""
+        return {_ERROR_FILE: self.error_file, **{_WORKER_VARIABLES[name]: text for name, text in texts.items()}}
+
+
+_WORKER_VARIABLES = {f.name: PREFIX + f.name.upper() for f in fields(WorkerEnvironment)}
+_WORKER_VARIABLES["preemption_signals"] = PREFIX + "NOTICE_SIGNALS"  # the option has the variable of the other name
 
 
 def worker_environment() -> WorkerEnvironment | None:
@@ -133,26 +127,16 @@ def worker_environment() -> WorkerEnvironment | None:
 
     Raises OptionError if variables are missing or invalid.
     """
-    socket = os.environ.get(PREFIX + "SOCKET")
-    if not socket:
+    if not os.environ.get(PREFIX + "SOCKET"):
         return None
     try:
-        host, slot, incarnation = os.environ[PREFIX + "WORKER"].rsplit(":", 2)
-        worker = WorkerId(host, int(slot), int(incarnation))
-        names = ("SOCKET", "AGENT", "JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS", "BACKEND")
-        values = {name.lower(): os.environ[PREFIX + name] for name in names}
-        reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
-        start_size = int(os.environ.get(PREFIX + "START_SIZE", 0))
-        signals = tuple(map(int, os.environ[PREFIX + "NOTICE_SIGNALS"].split()))
-        one_copy = os.environ.get(PREFIX + "ONE_COPY", "") != ""
-        return WorkerEnvironment(
-            worker=worker,
-            **values,
-            preemption_signals=signals,
-            reserve_bytes=reserve_bytes,
-            one_copy=one_copy,
-            start_size=start_size,
-        )
+        found: dict[str, Any] = {name: os.environ[variable] for name, variable in _WORKER_VARIABLES.items()}
+        host, slot, incarnation = found["worker"].rsplit(":", 2)
+        found["worker"] = WorkerId(host, int(slot), int(incarnation))
+        found["preemption_signals"] = tuple(map(int, found["preemption_signals"].split()))
+        found["one_copy"] = found["one_copy"] != ""
+        found |= {name: int(found[name]) for name in ("reserve_bytes", "start_size")}
+        return WorkerEnvironment(**found)
     except (KeyError, ValueError):
         raise OptionError(
             f"{PREFIX}SOCKET is set, but other variables of a worker are missing or invalid. Unset {PREFIX}SOCKET, or "
