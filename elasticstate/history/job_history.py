@@ -311,9 +311,6 @@ class WorkerSpans:
         return is_member or not (e["signal"] == SIGTERM or (life.phase == "ready" and e["exit_code"] is not None))
 
 
-# ---------------------------------------------------------------------------------------------------------- job history
-
-
 _NO_TICK = "no tick"
 
 

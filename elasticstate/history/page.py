@@ -108,6 +108,8 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
     status = e.get("status") or "no end in the file: the job runs, or its driver was killed"
     sizes = [size for _, size in run.sizes[:-1]]
     share, shares = number(e, "goodput"), parts_of(run)
+    stall_s = shares.parts.get("commit_stall") if shares is not None else None
+    syncs = f"{run.syncs} workers, {size_text(run.sync_bytes)}, longest {duration(run.sync_seconds)}"
     found = {
         "status": str(status),
         "began": _clock(run.began),
@@ -120,19 +122,12 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
         "ticks redone": _bounded(e, "ticks_lost", str(e.get("ticks_lost", "-"))) if e else "",
         "commits lost": _bounded(e, "commits_lost", str(e.get("commits_lost", "-"))) if e else "",
         "workers": span_of(sizes, "d") if sizes else "no world",
-        "commit stall": "",
-        "syncs of state": "",
-        "replications": "",
-        "durable copies": "",
+        "commit stall": duration(stall_s) if stall_s is not None else "",
+        "syncs of state": syncs if run.syncs else "",
+        **dict(run.copies.texts()),
         "drivers": str(run.drivers),
         "event file": run.path,
     }
-    if shares is not None and "commit_stall" in shares.parts:
-        found["commit stall"] = duration(shares.parts["commit_stall"])
-    if run.syncs:
-        longest = duration(run.sync_seconds)
-        found["syncs of state"] = f"{run.syncs} workers, {size_text(run.sync_bytes)}, longest {longest}"
-    found.update(run.copies.texts())
     return {name: value for name, value in found.items() if value}
 
 

@@ -282,7 +282,7 @@ def _exchange(call: Call | None, members: Members, yields: bool = False) -> Call
     """
     ranks = () if members.calls is None else members.ranks
     text = "join()" if call is None else call.lines[0]
-    span = timeline.negotiate(call, ticks()) if call is not None and timeline.is_on() else None
+    span = timeline.negotiate(call, ticks) if call is not None else None
     begin_call(members.generation, members.process_set, ranks, next(members.numbers), text)
     try:
         with failures_named():

@@ -411,9 +411,6 @@ def _hook(parameter: torch.Tensor, hook: functools.partial[None]) -> None:
     _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-# ------------------------------------------------------------------------------------------------------------ optimizer
-
-
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 _OWN = {"step", "_plain", "_reducer", "_must_reduce", "_is_synchronized"}
 _NEEDS_CONTEXT = (

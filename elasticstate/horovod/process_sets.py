@@ -62,12 +62,6 @@ class ProcessSet:
             raise ValueError(f"{self}: rank {own} is not in the set. Call included() first.")
         return self._ranks.index(own)
 
-    def _registered(self, number: int) -> None:
-        self._id = number
-
-    def _removed(self) -> None:
-        self._id, self._ranks = None, ()
-
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self._id}, ranks={list(self._ranks)})"
 
@@ -143,7 +137,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     number = world.find(ranks)
     if number is not None and world.is_added(number):
         raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks already. Use that one.")
-    wanted._registered(world.add(ranks))
+    wanted._id = world.add(ranks)
     if wanted not in _added:
         _added.append(wanted)
     if world.is_in_use():
@@ -159,7 +153,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     world.remove(number or 0)
     for removed in [added for added in _added if added.process_set_id == number]:
         _added.remove(removed)
-        removed._removed()
+        removed._id, removed._ranks = None, ()
     return True
 
 

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,16 +217,12 @@ def present() -> Recorder | None:
     return _recorder
 
 
-def is_on() -> bool:
-    return _recorder is not None
-
-
-def negotiate(call: Call, ticks: int) -> Span | None:
+def negotiate(call: Call, ticks: Callable[[], int]) -> Span | None:
     """Begin the bar of a rank that waits until all ranks make ``call``."""
     if _recorder is None:
         return None
     span = _recorder.begin(f"NEGOTIATE_{_operation(call)}", _row(call), {"call": call.lines[0]})
-    _recorder.ticked(ticks)
+    _recorder.ticked(ticks())
     return span
 
 

@@ -185,9 +185,6 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().step(closure)
 
 
-# ---------------------------------------------------------------------------------------------------------- accelerator
-
-
 _PLUGINS = (
     "deepspeed_plugin",
     "deepspeed_plugins",

@@ -133,9 +133,6 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- strategy
-
-
 IN_MEMORY = "memory of the last commit"
 """Path that stands for the checkpoint in the state, in calls of Lightning and in its log lines."""
 

@@ -55,9 +55,9 @@ def parse_host(text: str, default_slots: int) -> HostSlots:
     return HostSlots(match["name"], default_slots if slots is None else int(slots), rack)
 
 
-def _whole(text: str, minimum: int) -> int:
+def _whole(text: str, minimum: int, maximum: float = math.inf) -> int:
     value = int(text)
-    if value < minimum:
+    if not minimum <= value <= maximum:
         raise ValueError(text)
     return value
 
@@ -69,23 +69,10 @@ def _seconds(text: str, minimum: float) -> float:
     return value
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, minimum: int = 0) -> int:
     """Read ``4096``, ``512M`` or ``2G`` (powers of 1024). Raises ValueError."""
     power = "KMGT".find(text[-1:].upper()) + 1 if text else 0
-    return _whole(text[:-1] if power else text, 0) << 10 * power
-
-
-def _at_least_one(number: int) -> int:
-    if number < 1:
-        raise ValueError(number)
-    return number
-
-
-def _port(text: str) -> int:
-    port = _whole(text, 1)
-    if port >= 1 << 16:
-        raise ValueError(text)
-    return port
+    return _whole(text[:-1] if power else text, minimum) << 10 * power
 
 
 def _or_off(parse: Callable[[str], object]) -> Callable[[str], object]:
@@ -113,12 +100,6 @@ def _ranks(text: str) -> tuple[tuple[int, int], ...]:
         first, _, last = part.strip().partition("-")
         ranges.append((_whole(first, 0), _whole(last or first, int(first))))
     return tuple(ranges)
-
-
-def _streams(text: str) -> int:
-    if text not in {"0", "1", "2", "3"}:
-        raise ValueError(text)
-    return int(text)
 
 
 def _address(text: str) -> str:
@@ -227,7 +208,7 @@ BYTES = Kind("BYTES", "a number of bytes, for example 4096, 512M or 2G", parse_b
 BYTES_OR_OFF = Kind(
     "BYTES|off",
     "a number of bytes, at least 1, for example 4096, 512M or 2G, or off",
-    _or_off(lambda text: _at_least_one(parse_bytes(text))),
+    _or_off(lambda text: parse_bytes(text, 1)),
 )
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "a number of seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
@@ -253,14 +234,14 @@ SIGNALS = Kind(
 )
 COMMAND = Kind("COMMAND", "a command with its arguments, quoted as for a shell", _command)
 FLAG = Kind("", "1 or 0", _yes_or_no)
-PORT = Kind("PORT", "a port number from 1 to 65535", _port)
+PORT = Kind("PORT", "a port number from 1 to 65535", lambda text: _whole(text, 1, 65535))
 MODULES_OR_OFF = Kind("MODULES|off", "names of Python modules, separated by commas, or off", _or_off(_modules))
 NAMES = Kind("NAMES", "names of environment variables, separated by commas; * matches any characters", _patterns)
 ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
 PAGE = Kind(
     "[ADDR:]PORT", "a port (0: chosen by the system), perhaps after an IP address of this machine", _page_address
 )
-STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", _streams)
+STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", lambda text: _whole(text, 0, 3))
 RANKS = Kind("RANKS", "ranks and ranges of ranks, separated by commas, for example 0,4-7", _ranks)
 SELECTOR = Kind("SELECTOR", "a label selector, for example app=agents", _matching(re.compile(r"\S.*")))
 NAME = Kind(

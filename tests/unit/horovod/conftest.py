@@ -45,7 +45,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(process_sets, "_added", [])
     monkeypatch.setattr(timeline, "_recorder", None)
     yield
-    if timeline.is_on():
+    if timeline.present() is not None:
         hvd.stop_timeline()
     hvd.shutdown()
     run.end_last_world()
