@@ -1,14 +1,14 @@
-"""``elasticrun COMMAND``: run a job. ``elasticrun --reattach JOB``: continue a job that has lost its driver."""
+"""``elasticrun COMMAND``: run a job; with ``--reattach``, one that has lost its driver; with ``--check``, none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
-from elasticstate.options import Options
+from elasticstate.options import Options, read_options_to_check
 from elasticstate.options.kinds import parse_host
 
 if TYPE_CHECKING:
@@ -23,10 +23,17 @@ def main(argv: Sequence[str]) -> int:
         return _reattach(argv)
     given = parse(argv)
     if given["check"]:
-        from elasticstate.cli import check
-
-        return check.main(texts_of(given))
+        return _check(texts_of(given))
     return _run(options_of(given))
+
+
+def _check(texts: Mapping[str, str | None]) -> int:
+    """Print what is available here and on the named hosts (``elasticrun --check``)."""
+    from elasticstate.check.run import check
+    from elasticstate.processes import keep_owner_access
+
+    keep_owner_access()
+    return check(*read_options_to_check(texts))
 
 
 def _run(options: Options, must_reattach: bool = False) -> int:
