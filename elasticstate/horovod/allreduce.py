@@ -212,7 +212,7 @@ def grouped_allreduce(
     """Run ``allreduce`` on several tensors at once. Return new tensors in the same order."""
     op = operation(average, op)
     factors = prescale_factor, postscale_factor
-    named = list(zip(tensors, calls.names_of_parts(name, len(tensors)), strict=True))
+    named = calls.named(tensors, name)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return [allreduce(tensor, None, part, compression, op, *factors, process_set) for tensor, part in named]
     handles = [_start(tensor, part, False, True, op, *factors, compression, process_set) for tensor, part in named]
@@ -273,8 +273,7 @@ def _start_group(
 ) -> Handle[list[torch.Tensor]]:
     generation = members_of(process_set).generation
     arguments = in_place, waits, op, prescale, postscale
-    names = calls.names_of_parts(name, len(tensors))
-    handles = [_start(t, part, *arguments, process_set=process_set) for t, part in zip(tensors, names, strict=True)]
+    handles = [_start(t, part, *arguments, process_set=process_set) for t, part in calls.named(tensors, name)]
     return together(handles, generation)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -79,9 +79,10 @@ def signature(function: str, name: str | None, **arguments: object) -> str:
     return f"{function}({', '.join(f'{key}={value}' for key, value in given.items() if value is not None)})"
 
 
-def names_of_parts(name: str | None, parts: int) -> list[str | None]:
-    """Return the names of the calls of a group."""
-    return [None if name is None else f"{name}.{i + 1}of{parts}" for i in range(parts)]
+def named(tensors: Sequence[torch.Tensor], name: str | None) -> list[tuple[torch.Tensor, str | None]]:
+    """Return the tensors of a group, each with the name of its call."""
+    names = (None if name is None else f"{name}.{i}of{len(tensors)}" for i in range(1, len(tensors) + 1))
+    return list(zip(tensors, names, strict=True))
 
 
 def form(tensor: torch.Tensor, any_length: bool = False) -> str:

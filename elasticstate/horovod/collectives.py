@@ -51,8 +51,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Run ``allgather`` on several tensors at once. Return new tensors in the same order. Gradients flow."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        names = calls.names_of_parts(name, len(tensors))
-        return [allgather(tensor, part, process_set) for tensor, part in zip(tensors, names, strict=True)]
+        return [allgather(tensor, part, process_set) for tensor, part in calls.named(tensors, name)]
     return _start_group(tensors, name, process_set, waits=True).wait()
 
 
@@ -72,8 +71,7 @@ def _start_group(
     tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet | None, waits: bool
 ) -> Handle[list[torch.Tensor]]:
     members = members_of(process_set)
-    names = calls.names_of_parts(name, len(tensors))
-    handles = [_start_allgather(tensor, part, members, waits)[0] for tensor, part in zip(tensors, names, strict=True)]
+    handles = [_start_allgather(tensor, part, members, waits)[0] for tensor, part in calls.named(tensors, name)]
     return together(handles, members.generation)
 
 
@@ -427,7 +425,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Run ``reducescatter`` on several tensors at once. Return the shares in the same order. Gradients flow."""
     arguments = compression, op, process_set, prescale_factor, postscale_factor
-    named = list(zip(tensors, calls.names_of_parts(name, len(tensors)), strict=True))
+    named = calls.named(tensors, name)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return [reducescatter(tensor, part, *arguments) for tensor, part in named]
     handles = [_start_reducescatter(tensor, part, True, *arguments) for tensor, part in named]
@@ -443,10 +441,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """Start ``grouped_reducescatter``. ``synchronize()`` returns the shares. No gradient flows through them."""
-    generation = members_of(process_set).generation
-    factors = prescale_factor, postscale_factor
-    named = zip(tensors, calls.names_of_parts(name, len(tensors)), strict=True)
-    return together([reducescatter_async(t, part, op, process_set, *factors) for t, part in named], generation)
+    arguments = op, process_set, prescale_factor, postscale_factor
+    handles = [reducescatter_async(tensor, part, *arguments) for tensor, part in calls.named(tensors, name)]
+    return together(handles, members_of(process_set).generation)
 
 
 def _start_reducescatter(
