@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from elasticstate.cli.parser import CommandParser
+from elasticstate.cli.parser import file_parser
 from elasticstate.durable.durable_storage import absolute, is_url, refuse
 from elasticstate.durable.export import NothingToExportError, export
 from elasticstate.durable.stored_copies import (
@@ -44,19 +44,8 @@ Exit status: 0 written; 1 there is no complete copy, or it cannot be read; 2 usa
 
 def main(argv: Sequence[str]) -> int:
     """Export a copy (``elasticrun export``). Return the exit status. Raises OptionError."""
-    parser = CommandParser(
-        prog="elasticrun export",
-        description=_DESCRIPTION,
-        epilog=_END,
-    )
+    parser = file_parser("export", _DESCRIPTION, _END)
     parser.add_argument("place", metavar="PLACE", help="Directory or URL of the copies, or of one copy.")
-    parser.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="File to write. It is replaced when the new one is complete.",
-    )
     parser.add_argument("--value", metavar="NAME", help="Write only the tensors of this value of the state.")
     given = parser.parse_args(argv)
     check_output(given.output, ())

@@ -74,6 +74,15 @@ class CommandParser(argparse.ArgumentParser):
         )
 
 
+def file_parser(name: str, description: str, epilog: str, output: str | None = None) -> CommandParser:
+    """Return the parser of a command that makes one file. ``output``: its default path; None: it must be given."""
+    parser = CommandParser(prog=f"elasticrun {name}", description=description, epilog=epilog)
+    text = "File to write. It is replaced when the new one is complete"
+    text += "." if output is None else f" (default: {output})."
+    parser.add_argument("-o", "--output", default=output, required=output is None, metavar="FILE", help=text)
+    return parser
+
+
 class Parser(CommandParser):
     """A parser whose errors name the valid values of an option of jobs."""
 

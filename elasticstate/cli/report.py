@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from elasticstate.cli.trace import events_parser, without_events
+from elasticstate.cli.parser import file_parser
+from elasticstate.cli.trace import without_events
 from elasticstate.core.types import listed
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
@@ -32,7 +33,7 @@ _LIBRARIES = ("jinja2", "matplotlib")
 
 def main(argv: Sequence[str]) -> int:
     """Write an HTML page (``elasticrun report``). Raises OptionError."""
-    parser = events_parser("report", _DESCRIPTION, _END, "report.html")
+    parser = file_parser("report", _DESCRIPTION, _END, "report.html")
     parser.add_argument(
         "events", nargs="+", metavar="EVENTS", help="Event files that elasticrun --events-file has written."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from elasticstate.cli.parser import CommandParser
+from elasticstate.cli.parser import file_parser
 from elasticstate.core.types import listed, number_of
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
@@ -29,7 +29,7 @@ Open the file at https://ui.perfetto.dev (it stays in the browser) or in chrome:
 
 def main(argv: Sequence[str]) -> int:
     """Write a trace (``elasticrun trace``). Raises OptionError."""
-    parser = events_parser("trace", _DESCRIPTION, _END, "trace.json")
+    parser = file_parser("trace", _DESCRIPTION, _END, "trace.json")
     parser.add_argument("events", metavar="EVENTS", help="Event file that elasticrun --events-file has written.")
     given = parser.parse_args(argv)
     check_output(given.output, [given.events])
@@ -46,23 +46,6 @@ def main(argv: Sequence[str]) -> int:
     )
     sys.stdout.write(printable(text) + "\n")
     return 0
-
-
-def events_parser(name: str, description: str, epilog: str, output: str) -> CommandParser:
-    """Return the parser of a command that makes a file from event files."""
-    parser = CommandParser(
-        prog=f"elasticrun {name}",
-        description=description,
-        epilog=epilog,
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        default=output,
-        metavar="FILE",
-        help="File to write. It is replaced when the new one is complete (default: %(default)s).",
-    )
-    return parser
 
 
 def without_events(path: str) -> OptionError:
