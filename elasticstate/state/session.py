@@ -10,9 +10,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from elasticstate import present_world
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import ShardSource, listed
 from elasticstate.errors import StateError, UsageError
+from elasticstate.net.messages import WorldView
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import digest
 from elasticstate.state.quick_capture import QuickCapture
@@ -39,82 +41,94 @@ class HeldCommits(NamedTuple):
     """Return the bytes that the first steps of optimizers will add to it; None: not known."""
 
 
-class Session(Protocol):
-    """The interface through which a state uses its world. ``run`` binds a session."""
+class Session:
+    """The interface through which a state uses its world. ``run`` binds a session.
+
+    This base class serves a function that is called in a world that no other follows: nobody records what it does. Its
+    commit ids count the function as a generation of its own.
+    """
+
+    def __init__(self, view: WorldView, worker_key: str) -> None:
+        """``worker_key``: unique id of this worker."""
+        self.view, self.worker_key = view, worker_key
+        self._ticks = 0
+        self._restore_group: dist.ProcessGroup | None = None
 
     @property
     def generation(self) -> int:
         """Number of the present generation; 0 before the first world."""
+        return self.view.generation
 
     @property
     def ticks(self) -> int:
         """Ticks completed in this generation."""
+        return self._ticks
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        return self.view.rank
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        return self.view.size
+
     @property
     def root(self) -> int:
         """Rank that sends its state to the ranks that lack it."""
+        return self.view.root
 
     @property
     def lacking(self) -> tuple[int, ...]:
         """Ranks that need the root's state."""
+        return self.view.lacking
 
     @property
     def near(self) -> tuple[int, ...]:
         """Those of ``lacking`` that read a commit from the memory of their host. See state/peer.py."""
+        return self.view.near
 
     @property
     def root_slot(self) -> int:
         """Slot of the root on its host."""
+        return self.view.root_slot
 
     @property
     def one_copy(self) -> bool:
         """True if one worker of each host keeps commits, from which the others there restore."""
+        return self.view.one_copy
 
     @property
     def follows(self) -> int | None:
         """Slot of the worker of this host whose commits this worker restores; None: it keeps commits of its own."""
-
-    def check(self) -> None:
-        """Raise CollectiveError if the generation is over."""
-
-    @property
-    def verify_sync(self) -> bool:
-        """True if each sync ends with a check."""
-
-    @property
-    def records_ticks(self) -> bool:
-        """True if ticks without a commit are recorded, so that a failure repeats none."""
+        return self.view.follows
 
     @property
     def line(self) -> CommitId | None:
         """The commit from which this world starts. None: no values are attached, or nothing is committed yet."""
+        return self.view.line
 
     @property
     def sources(self) -> tuple[tuple[ShardSource, str], ...]:
         """Copies of ``line`` in the order in which to try them, each with the "ip:port" of its copy server."""
-
-    def record_attached(self, digests: tuple[int, ...], /) -> None:
-        """Record that all ranks have attached values whose shards have these digests, and sealed (generation, 0)."""
-
-    def copy_reader(self) -> CopyReader:
-        """Return the reader of the copies in ``sources``."""
+        return self.view.sources
 
     @property
-    def worker_key(self) -> str:
-        """Unique id of this worker."""
+    def verify_sync(self) -> bool:
+        """True if each sync ends with a check."""
+        return self.view.verify_sync
 
-    def commit_id(self) -> CommitId:
-        """Return the id of a commit made at the end of the present tick: (generation, ticks + 1)."""
+    @property
+    def records_ticks(self) -> bool:
+        """True if ticks without a commit are recorded, so that a failure repeats none."""
+        return self.view.records_ticks and self.view.size > 1 and self.view.follows is None
 
-    def has_ended(self, generation: int) -> bool:
-        """Return True if ``generation`` is over, so that its collectives may have been cut. Safe on any thread."""
+    @property
+    def has_peers(self) -> bool:
+        """True inside a world with other ranks: all of them must restore the same commit."""
+        return self.view.size > 1
 
-    def tick(self) -> None:
-        """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
+    def check(self) -> None:
+        """Raise CollectiveError if the generation is over."""
 
     def check_collectives(self) -> None:
         """Raise CollectiveError if a collective of this generation has failed, whatever caught its error.
@@ -122,28 +136,87 @@ class Session(Protocol):
         Also raise again what a tick of this generation has raised. Call it before a commit and before a tick.
         """
 
-    @property
-    def has_peers(self) -> bool:
-        """True inside a world with other ranks: all of them must restore the same commit."""
+    def has_ended(self, generation: int) -> bool:
+        """Return True if ``generation`` is over, so that its collectives may have been cut. Safe on any thread."""
+        return False
 
-    def restore_group(self) -> dist.ProcessGroup | None:
-        """Return a group of all ranks for the restores of the training function; None outside of it, where each rank
-        restores by itself."""
+    def commit_id(self) -> CommitId:
+        """Return the id of a commit made at the end of the present tick: (generation, ticks + 1)."""
+        return CommitId(self.generation, self.ticks + 1)
+
+    def tick(self) -> None:
+        """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
+        self._ticks += 1
 
     def progress(self) -> None:
         """Report progress to the agent without ending a tick."""
 
-    def record_commits(self, held: HeldCommits, /) -> None:
+    def record_commits(self, held: HeldCommits) -> None:
         """Record which commits this worker holds now."""
 
-    def record_commit_time(self, seconds: float, /) -> None:
+    def record_commit_time(self, seconds: float) -> None:
         """Record time that a tick has spent in a commit."""
 
-    def record_sync(self, size_bytes: int, seconds: float, /) -> None:
+    def record_sync(self, size_bytes: int, seconds: float) -> None:
         """Record a state that was sent or received."""
 
-    def process_group_for(self, ranks: tuple[int, ...], /) -> dist.ProcessGroup | None:
-        """Return a group of exactly these ranks, ascending; None is the default group. Only these ranks call it."""
+    def record_attached(self, digests: tuple[int, ...]) -> None:
+        """Record that all ranks have attached values whose shards have these digests, and sealed (generation, 0)."""
+
+    def copy_reader(self) -> CopyReader:
+        """Return the reader of the copies in ``sources``."""
+        raise AssertionError("this world starts from no copies")
+
+    def restore_group(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks for the restores of the training function; None outside of it, where each rank
+        restores by itself."""
+        if self._restore_group is None and self.has_peers:
+            self._restore_group = self.subgroup(tuple(range(self.size)))
+        return self._restore_group
+
+    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return a group of exactly these ranks; None is the default group, of all ranks. Only these ranks call it."""
+        return None if len(ranks) == self.size else self.subgroup(tuple(sorted(ranks)))
+
+    def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return a new group of these ranks, ascending, that nobody else uses."""
+        raise AssertionError("nothing is sent outside a world")
+
+
+class SoloSession(Session):
+    """Session of a state without ``run``, for plain ``python train.py``. Raises UsageError under elasticrun."""
+
+    def __init__(self) -> None:
+        super().__init__(msgspec.structs.replace(present_world.alone(), generation=0), "alone")
+        self._saves = 0
+        self._is_worker = worker_environment() is not None
+        self._refusal = refusal_of_other_launchers()
+
+    def commit_id(self) -> CommitId:
+        self._refuse_launchers()
+        return CommitId(0, self._saves + 1)
+
+    def tick(self) -> None:
+        self._refuse_launchers()
+        super().tick()
+
+    def _refuse_launchers(self) -> None:
+        """Raise UsageError where several processes would each train a model of their own.
+
+        The other processes would not receive the commit or the tick.
+        """
+        if self._is_worker:
+            raise UsageError(
+                "A state was committed, synced or ticked outside a function decorated with @elasticstate.run, so each "
+                "worker of elasticrun would train its own model. Put the training into a function decorated with "
+                "@elasticstate.run, and pass this state to the function."
+            )
+        if self._refusal and not dist.is_initialized():
+            raise UsageError(self._refusal)
+
+    def record_commits(self, held: HeldCommits) -> None:
+        if held.newest is not None:
+            self._saves = held.newest.tick
 
 
 class LiveState(Protocol):
@@ -162,88 +235,6 @@ class LiveState(Protocol):
     def _value_kinds(self) -> Kinds: ...
     def _bytes_to_come(self) -> int | None: ...
     def _continue_iterators(self, loaded: Mapping[str, Any], has_trained: bool) -> None: ...
-
-
-class SoloSession:
-    """Session of a state without ``run``, for plain ``python train.py``. Raises UsageError under elasticrun."""
-
-    generation = 0
-    rank = 0
-    size = 1
-    root = 0
-    lacking: tuple[int, ...] = ()
-    near: tuple[int, ...] = ()
-    root_slot = 0
-    one_copy = False
-    follows: int | None = None
-    line: CommitId | None = None
-    sources: tuple[tuple[ShardSource, str], ...] = ()
-    verify_sync = False
-    records_ticks = False  # a failure ends this process, and there are no others
-    has_peers = False
-    worker_key = "alone"
-
-    def __init__(self) -> None:
-        self.ticks = 0
-        self._saves = 0
-        self._is_worker = worker_environment() is not None
-        self._refusal = refusal_of_other_launchers()
-
-    def commit_id(self) -> CommitId:
-        self._refuse_launchers()
-        return CommitId(0, self._saves + 1)
-
-    def has_ended(self, generation: int) -> bool:
-        return False
-
-    def check(self) -> None:
-        """Do nothing: there is no generation."""
-
-    def check_collectives(self) -> None:
-        """Do nothing: no collective of one process fails."""
-
-    def tick(self) -> None:
-        self._refuse_launchers()
-        self.ticks += 1
-
-    def _refuse_launchers(self) -> None:
-        """Raise UsageError where several processes would each train a model of their own.
-
-        The other processes would not receive the commit or the tick.
-        """
-        if self._is_worker:
-            raise UsageError(
-                "A state was committed, synced or ticked outside a function decorated with @elasticstate.run, so each "
-                "worker of elasticrun would train its own model. Put the training into a function decorated with "
-                "@elasticstate.run, and pass this state to the function."
-            )
-        if self._refusal and not dist.is_initialized():
-            raise UsageError(self._refusal)
-
-    def progress(self) -> None:
-        """Do nothing: no agent monitors this process."""
-
-    def record_commits(self, held: HeldCommits) -> None:
-        if held.newest is not None:
-            self._saves = held.newest.tick
-
-    def record_attached(self, digests: tuple[int, ...]) -> None:
-        """Do nothing: there is no other world, so nobody reads the shards."""
-
-    def copy_reader(self) -> CopyReader:
-        raise AssertionError("there are no copies outside a job")
-
-    def record_commit_time(self, seconds: float) -> None:
-        """Do nothing: there is no driver."""
-
-    def record_sync(self, size_bytes: int, seconds: float) -> None:
-        raise AssertionError("nothing is sent outside a world")
-
-    def restore_group(self) -> dist.ProcessGroup | None:
-        return None
-
-    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        raise AssertionError("nothing is sent outside a world")
 
 
 # -------------------------------------------------------------------------------------------------------------- channel

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import msgspec
 import torch.distributed as dist
 
 from elasticstate import present_world
@@ -24,7 +25,6 @@ from elasticstate.compat.process_groups import (
     TCPStore,
     rendezvous,
 )
-from elasticstate.core.ids import CommitId
 from elasticstate.core.state import fixed_placement
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.log import logger
@@ -32,7 +32,7 @@ from elasticstate.net.link import StoreListener
 from elasticstate.options import LaunchedPlace, usable_runtime_directory
 from elasticstate.private import open_directory, read_file, write_file
 from elasticstate.state.base import State, committer_of
-from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits, SoloSession
+from elasticstate.state.session import FAILED_COLLECTIVE, Session
 from elasticstate.state.step_check import StepCheck
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Rendezvous
@@ -251,7 +251,7 @@ class FixedLoop(SoloLoop):
         """Call a function of the user. Raises CollectiveError if an error comes from the loss of a process."""
         self._functions += 1
         place, committer = self._place, committer_of(state)
-        session = FixedSession(self._functions, place.rank, place.size, self._group_of, self._check_collectives)
+        session = FixedSession(self._functions, self._group_of, self._check_collectives)
         committer.use_session(session)
         if place.rank == 0 and self._functions == 1:
             logger.warning(
@@ -314,56 +314,25 @@ class FixedLoop(SoloLoop):
         return self._groups.subgroup(self._rendezvous, ranks)
 
 
-class FixedSession(SoloSession):
-    """Session of a state in a world that never changes (see state.session.Session).
+class FixedSession(Session):
+    """Session of a state in a world that never changes.
 
     Args:
-        number: 1 for the first function that is called in this world. Commit ids count it as a generation of its own.
+        number: 1 for the first function that is called in this world.
     """
 
     def __init__(
-        self,
-        number: int,
-        rank: int,
-        size: int,
-        group_of: Callable[[tuple[int, ...]], Any],
-        check_collectives: Callable[[], None],
+        self, number: int, group_of: Callable[[tuple[int, ...]], Any], check_collectives: Callable[[], None]
     ) -> None:
-        self.generation = number
-        self.ticks = 0
-        self.rank = rank
-        self.size = size
-        self.lacking = tuple(range(1, size))
-        self.worker_key = f"rank {rank}"
-        self.has_peers = size > 1
-        self._group_of = group_of
-        self._check_collectives = check_collectives
-        self._restore_group: dist.ProcessGroup | None = None
+        view = msgspec.structs.replace(present_world.world(), generation=number)
+        super().__init__(view, f"rank {view.rank}")
+        self._group_of, self._check_collectives = group_of, check_collectives
 
     def check_collectives(self) -> None:
         self._check_collectives()
 
-    def commit_id(self) -> CommitId:
-        return CommitId(self.generation, self.ticks + 1)
-
-    def restore_group(self) -> dist.ProcessGroup | None:
-        if self.has_peers and self._restore_group is None:
-            self._restore_group = self._group_of(tuple(range(self.size)))
-        return self._restore_group
-
-    def tick(self) -> None:
-        self.ticks += 1
-
-    def record_commits(self, held: HeldCommits) -> None:
-        """Do nothing: nobody else uses the commits."""
-
-    def record_sync(self, size_bytes: int, seconds: float) -> None:
-        """Do nothing: there is no driver."""
-
-    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if len(ranks) == self.size:
-            return None
-        group: dist.ProcessGroup = self._group_of(tuple(sorted(ranks)))
+    def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._group_of(ranks)
         return group
 
 
