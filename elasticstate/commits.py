@@ -34,7 +34,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -419,7 +418,9 @@ class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     DCP_SHARDING_INFO: str = ""  # sharding_info() as JSON
 
 
-class _SavedOffsets(msgspec.Struct, frozen=True):
+class SavedOffsets(msgspec.Struct, frozen=True):
+    """Place of a shard in its tensor, as torch reads it."""
+
     saved_offsets: tuple[int, ...]
 
 
@@ -428,67 +429,16 @@ def sharding_info(stored: Mapping[str, Stored], names: Iterable[str], sharding: 
 
     ``stored``: the tensors, some of which have more dimensions than their shards (complex numbers as pairs).
     """
-    found = dict.fromkeys(names, _SavedOffsets((0,)))
+    found = dict.fromkeys(names, SavedOffsets((0,)))
     for name, item in stored.items():
         shard = sharding.shards.get(name)
         offsets = shard.offsets if shard is not None else ()
-        found[name] = _SavedOffsets((*offsets, *[0] * (len(item.shape) - len(offsets))))
+        found[name] = SavedOffsets((*offsets, *[0] * (len(item.shape) - len(offsets))))
     return msgspec.json.encode(found).decode()
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a commit file. ``begin`` and ``end``: its bytes in the file.
-
-    ``shape``: of the bytes that are stored; ``shard``: their place in a whole tensor. None: no attached value has it.
-    """
-
-    dtype: str  # in the words of the format: "F32"
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    shard: Shard | None
-
-
-@dataclass(frozen=True, slots=True)
-class CommitHeader:
-    """Content of a header. Offsets count from the beginning of the file.
-
-    The objects (one pickle) extend from ``objects`` to the sealed length of the commit.
-    """
-
-    random: int
-    objects: int
-    tensors: dict[str, StoredTensor]
-    attached: tuple[str, ...]  # names of the attached values
-
-
-def read(header: bytes | memoryview) -> CommitHeader:
-    """Parse a header: all bytes before the random state. Tied tensors appear once.
-
-    Raises ValueError if it is damaged.
-    """
-    notes, stored = decode(header)
-    begin = len(header)
-    try:
-        random, objects = stored.pop(RANDOM), stored.pop(OBJECTS)
-    except KeyError as error:
-        raise ValueError(f"the header lacks {error}") from None
-    tensors = {
-        name: StoredTensor(
-            item.dtype,
-            item.shape,
-            begin + item.data_offsets[0],
-            begin + item.data_offsets[1],
-            notes.sharding.shards.get(name),
-        )
-        for name, item in stored.items()
-    }
-    return CommitHeader(begin + random.data_offsets[0], begin + objects.data_offsets[0], tensors, notes.sharding.names)
-
-
-def decode(header: bytes | memoryview) -> tuple[Notes, dict[str, Stored]]:
-    """Return the notes and the stored tensors of a header. Raises ValueError if it is damaged."""
+def decode(header: bytes | memoryview) -> tuple[Metadata, Notes, dict[str, Stored]]:
+    """Return the metadata, the notes in it, and the stored tensors of a header. Raises ValueError if it is damaged."""
     try:
         raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
         if METADATA not in raw:
@@ -500,7 +450,39 @@ def decode(header: bytes | memoryview) -> tuple[Notes, dict[str, Stored]]:
         raise ValueError(str(error)) from error
     if notes.version != VERSION:
         raise ValueError(f"the format version is {notes.version}, not {VERSION}")
-    return notes, stored
+    return metadata, notes, stored
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Offsets of the parts of a commit file, in bytes."""
+
+    random: int  # end of the header
+    tensors: int
+    objects: int
+    size_bytes: int  # of the whole file, as its header states; a seal covers all bytes in use
+
+
+class _DataOffsets(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+def parts_of(header: bytes) -> Parts:
+    """Return the places of the parts that a header describes, without a look at its tensors. Raises ValueError."""
+    begin = len(header)
+    try:
+        items = msgspec.json.decode(memoryview(header)[8:], type=dict[str, msgspec.Raw])
+        random = msgspec.json.decode(items[RANDOM], type=_DataOffsets).data_offsets
+        objects = msgspec.json.decode(items[OBJECTS], type=_DataOffsets).data_offsets
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the header of a commit is malformed ({error})") from error
+    if not 0 == random[0] <= random[1] <= objects[0] <= objects[1]:
+        raise ValueError("the header of a commit has its parts in a wrong order")
+    return Parts(begin, begin + random[1], begin + objects[0], begin + objects[1])
+
+
+def header_digest(header: Any) -> int:
+    """Return the 64-bit hash that identifies a header in a seal."""
+    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
 
 
 # ----------------------------------------------------------------------------------------------------------- allocation

@@ -17,33 +17,14 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.durable.parts import (
-    METADATA,
-    OWN,
-    SHARDING,
-    TiedNotes,
-)
+from elasticstate.commits import METADATA, SavedOffsets, Stored, decode
+from elasticstate.durable.parts import file_header
 from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, Part, StoredCopies
 from elasticstate.private import make_file
 
-_ALIGNMENT_BYTES = 64
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape
 _KINDS = ("parameters.", "buffers.")  # of a module's tensors, in their names (state/module_state.py)
-
-
-class _Offsets(msgspec.Struct, frozen=True):
-    """Place of a shard in its tensor."""
-
-    saved_offsets: tuple[int, ...]
-
-
-class _StoredEntry(msgspec.Struct, frozen=True):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +121,7 @@ def _find(copies: StoredCopies, name: str, manifest: Manifest) -> dict[str, _Ten
     return found
 
 
-def _item_bytes(key: str, stored: _StoredEntry, part: Part) -> int:
+def _item_bytes(key: str, stored: Stored, part: Part) -> int:
     """Return the size of an item; 0 if the tensor has none. Raises DamagedCopyError if its place is impossible."""
     (begin, end), shape = stored.data_offsets, stored.shape
     count = math.prod(shape) if len(shape) <= _MOST_DIMENSIONS and min(shape, default=0) >= 0 else -1
@@ -170,17 +151,15 @@ def _have_common_item(one: _Block, two: _Block) -> bool:
     )
 
 
-def _tensors_of(copies: StoredCopies, name: str, part: Part) -> Iterator[tuple[str, _StoredEntry, tuple[int, ...]]]:
+def _tensors_of(copies: StoredCopies, name: str, part: Part) -> Iterator[tuple[str, Stored, tuple[int, ...]]]:
     """Yield name, place in the part's data, and offsets of each tensor."""
     head = copies.header(name, part)
     try:
-        raw = msgspec.json.decode(head[8:], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop(METADATA), type=dict[str, str])
-        tied = msgspec.json.decode(metadata[OWN], type=TiedNotes).tied
-        sharding = msgspec.json.decode(metadata.get(SHARDING, "{}"), type=dict[str, _Offsets])
-        stored = {key: msgspec.json.decode(item, type=_StoredEntry) for key, item in raw.items()}
+        metadata, notes, stored = decode(head)
+        tied = notes.tied
+        sharding = msgspec.json.decode(metadata.DCP_SHARDING_INFO or "{}", type=dict[str, SavedOffsets])
         owners = {key: stored[tied.get(key, key)] for key in stored}
-    except (msgspec.DecodeError, KeyError) as error:
+    except (ValueError, KeyError) as error:  # of msgspec, too
         raise DamagedCopyError(f"{part.tensors.name}: the header is damaged: {error!r}") from None
     own = sorted(item.data_offsets for key, item in stored.items() if key not in tied)
     if any(second[0] < first[1] for first, second in pairwise(own)):
@@ -217,11 +196,10 @@ def _lay_out(tensors: dict[str, _Tensor]) -> bytes:
         tensor.begin, end = at, at + tensor.size_bytes
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (at, end)}
         at = end
-    text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    encoded = file_header(header)
     for tensor in tensors.values():
-        tensor.begin += 8 + len(text)
-    return len(text).to_bytes(8, "little") + text
+        tensor.begin += len(encoded)
+    return encoded
 
 
 def _copy(

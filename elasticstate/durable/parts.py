@@ -13,7 +13,9 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from elasticstate.commits import METADATA, OBJECTS, RANDOM, Metadata, Stored, decode
 from elasticstate.durable.durable_storage import Chunk, DurableStorage
 from elasticstate.durable.stored_copies import (
     BLOCK_BYTES,
@@ -25,17 +27,6 @@ from elasticstate.durable.stored_copies import (
 )
 
 _ALIGNMENT_BYTES = 64
-METADATA = "__metadata__"
-_RANDOM, _OBJECTS = "elasticstate.random", "elasticstate.objects"
-OWN = "elasticstate"  # key of the metadata with the notes of state/layout.py
-SHARDING = "DCP_SHARDING_INFO"
-"""Key of the metadata in which torch (2.13, torch/distributed/checkpoint/hf_storage.py) looks for offsets of shards."""
-
-
-class TiedNotes(msgspec.Struct, frozen=True):
-    """The notes of a commit that matter here."""
-
-    tied: dict[str, str]  # name -> the name under which the bytes are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,48 +47,49 @@ def cut(commit: memoryview) -> CommitCut:
     if not 2 <= capacity <= len(commit) - 8:
         raise ValueError("the commit has no header")
     begin = 8 + capacity
+    metadata, notes, stored = decode(commit[:begin])
     try:
-        stored: dict[str, Any] = msgspec.json.decode(commit[8:begin])
-        metadata: dict[str, str] = stored.pop(METADATA)
-        notes = msgspec.json.decode(metadata[OWN], type=TiedNotes)
-        random_end = stored.pop(_RANDOM)["data_offsets"][1]
-        end = stored.pop(_OBJECTS)["data_offsets"][0]
+        random_end, end = stored.pop(RANDOM).data_offsets[1], stored.pop(OBJECTS).data_offsets[0]
         header, tied = _header(stored, metadata, notes.tied, random_end, end)
-    except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"the header of the commit is damaged: {error!r}") from None
+    except KeyError as error:
+        raise ValueError(f"the header of the commit is damaged: it lacks {error}") from None
     if not 0 <= random_end <= end <= len(commit) - begin:
         raise ValueError("the parts of the commit are not in order")
     repeated = [(begin + first, begin + last) for first, last in tied]
-    return CommitCut(begin, begin + random_end, begin + end, header, SHARDING in metadata, repeated)
+    return CommitCut(begin, begin + random_end, begin + end, header, bool(metadata.DCP_SHARDING_INFO), repeated)
 
 
 def _header(
-    stored: dict[str, Any], metadata: dict[str, str], tied: dict[str, str], first: int, end: int
+    stored: dict[str, Stored], metadata: Metadata, tied: dict[str, str], first: int, end: int
 ) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the header of the file with the tensors, and the ranges that are repeated for tied tensors."""
     ranges = []
-    entries: dict[str, Any] = {}
+    entries: dict[str, Stored] = {}
     for name, item in stored.items():
-        start, stop = item["data_offsets"]
-        entries[name] = {**item, "data_offsets": [start - first, stop - first]}
+        start, stop = item.data_offsets
+        entries[name] = replace(item, data_offsets=(start - first, stop - first))
     at = end - first
     for name, owner in tied.items():
-        start, stop = stored[owner]["data_offsets"]
+        start, stop = stored[owner].data_offsets
         ranges.append((start, stop))
-        entries[name] = {**stored[owner], "data_offsets": [at, at + stop - start]}
+        entries[name] = replace(stored[owner], data_offsets=(at, at + stop - start))
         at += stop - start
-    kept = {key: value for key, value in metadata.items() if key != SHARDING}
-    if SHARDING in metadata:
-        kept[SHARDING] = _sharding(metadata[SHARDING], entries)
-    text = msgspec.json.encode({METADATA: kept, **entries})
+    if metadata.DCP_SHARDING_INFO:
+        metadata = replace(metadata, DCP_SHARDING_INFO=_sharding(metadata.DCP_SHARDING_INFO, entries))
+    return file_header({METADATA: metadata, **entries}), ranges
+
+
+def file_header(content: dict[str, Any]) -> bytes:
+    """Return the header of a safetensors file, with its length before it."""
+    text = msgspec.json.encode(content)
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
-    return len(text).to_bytes(8, "little") + text, ranges
+    return len(text).to_bytes(8, "little") + text
 
 
-def _sharding(text: str, entries: dict[str, Any]) -> str:
+def _sharding(text: str, entries: dict[str, Stored]) -> str:
     """Return offsets for all tensors: a reader that finds offsets of one expects those of each."""
     known: dict[str, Any] = msgspec.json.decode(text)
-    offsets = {name: known.get(name) or {"saved_offsets": [0] * len(item["shape"])} for name, item in entries.items()}
+    offsets = {name: known.get(name) or {"saved_offsets": [0] * len(item.shape)} for name, item in entries.items()}
     return msgspec.json.encode(offsets).decode()
 
 

@@ -23,7 +23,7 @@ from elasticstate.core.types import CopyFigures
 from elasticstate.errors import CopyError
 from elasticstate.replicas import wire
 from elasticstate.replicas.replica_server import Library, Notify, NotifyDropped, ReplicaConnection, ReplicaServer
-from elasticstate.replicas.store import ReplicaStore, SealedSlot, SlotBuffers, Source, parts_of
+from elasticstate.replicas.store import ReplicaStore, SealedSlot, SlotBuffers, Source, copied_parts
 from elasticstate.replicas.wire import Wire
 
 _BURST_S = 0.05  # bytes of this time may be sent at once
@@ -259,7 +259,7 @@ class Pusher:
         def go_on() -> bool:
             return not order.cancelled.is_set()
 
-        incoming = store.begin(sealed, parts_of(source.header()).size_bytes, go_on)
+        incoming = store.begin(sealed, copied_parts(source.header()).size_bytes, go_on)
         if incoming is None:
             return
         try:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from elasticstate._native import ControlPage, checksum, copy
-from elasticstate.commits import commit_tag, grow, owner_of, part_tag
+from elasticstate.commits import Parts, commit_tag, grow, header_digest, owner_of, part_tag, parts_of
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
@@ -96,8 +96,6 @@ class StoreFile:
 
 MAX_HEADER_BYTES = 256 << 20
 _LENGTH_BYTES = 8
-_RANDOM = "elasticstate.random"
-_OBJECTS = "elasticstate.objects"
 
 ReadBytes = Callable[[int, int], bytes]
 """Returns the bytes of a file at (offset, length)."""
@@ -123,19 +121,6 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True):
         return self.layout, self.length, self.checksum
 
 
-class Parts(msgspec.Struct, frozen=True):
-    """Offsets of the parts of a file, in bytes."""
-
-    random: int  # end of the header
-    tensors: int
-    objects: int
-    size_bytes: int  # of the whole file, as its header states; a seal covers all bytes in use
-
-
-class _DataOffsets(msgspec.Struct):
-    data_offsets: tuple[int, int]
-
-
 def read_header(read: ReadBytes, length: int) -> bytes:
     """Return all bytes before the random state. Raises CopyError if the file has no header."""
     prefix = read(0, _LENGTH_BYTES)
@@ -145,37 +130,25 @@ def read_header(read: ReadBytes, length: int) -> bytes:
     return read(0, size)
 
 
-def parts_of(header: bytes) -> Parts:
-    """Return the places of the parts that a header describes. Raises CopyError."""
-    begin = len(header)
+def copied_parts(header: bytes) -> Parts:
+    """Return the places of the parts that the header of a copy describes. Raises CopyError."""
     try:
-        items = msgspec.json.decode(memoryview(header)[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
-        random = msgspec.json.decode(items[_RANDOM], type=_DataOffsets).data_offsets
-        objects = msgspec.json.decode(items[_OBJECTS], type=_DataOffsets).data_offsets
-    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
-        raise CopyError(f"the header of a commit is malformed ({error})") from error
-    if not 0 == random[0] <= random[1] <= objects[0] <= objects[1]:
-        raise CopyError("the header of a commit has its parts in a wrong order")
-    return Parts(begin, begin + random[1], begin + objects[0], begin + objects[1])
+        return parts_of(header)
+    except ValueError as error:
+        raise CopyError(str(error)) from error
 
 
-def check_authentic(sealed: Sealed, owner: bytes, key: bytes, header: bytes, read: ReadBytes) -> Parts:
+def check_authentic(sealed: Sealed, owner: bytes, key: bytes, header: bytes, read: ReadBytes) -> None:
     """Raise CopyError unless a process of this job has sealed this header, this random state and these objects."""
-    parts = parts_of(header)
+    parts = copied_parts(header)
     if not parts.objects <= sealed.length <= parts.size_bytes:
         raise CopyError(f"{sealed}: the header states {parts.size_bytes} bytes, the seal {sealed.length}")
     random = read(parts.random, parts.tensors - parts.random)
     objects = read(parts.objects, sealed.length - parts.objects)
     tags = part_tag(key, header), part_tag(key, random, objects)
     tag = commit_tag(key, owner, sealed.index, sealed.commit, sealed.length, sealed.checksum, *tags)
-    if layout_digest(header) != sealed.layout or not hmac.compare_digest(tag, sealed.tag):
+    if header_digest(header) != sealed.layout or not hmac.compare_digest(tag, sealed.tag):
         raise CopyError(f"{sealed}: no process of this job has written this content")
-    return parts
-
-
-def layout_digest(header: Any) -> int:
-    """Return the digest of a header that a seal contains."""
-    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
 
 
 # ------------------------------------------------------------------------------------------------------------- incoming

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from elasticstate._native import ControlPage, Pieces, checksum, scatter
-from elasticstate.commits import NO_SHARDING, Sharding, commit_tag, part_tag
+from elasticstate.commits import NO_SHARDING, Sharding, commit_tag, header_digest, part_tag
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.log import logger
@@ -31,7 +31,6 @@ from elasticstate.state.layout import (
     Frame,
     Header,
     Layout,
-    digest,
     lay_out,
     parse,
     round_up,
@@ -360,8 +359,8 @@ class Buffer:
             text = header.encode(self.memory.numel())
             meant = np.frombuffer(text, dtype=np.uint8)
             content[: len(text)] = meant
-            self._digest, self._header_checksum, self._header = digest(text), checksum(meant, 0, len(text)), header
-            self._header_tag = part_tag(self._storage.key, text)
+            self._header, self._header_checksum = header, checksum(meant, 0, len(text))
+            self._digest, self._header_tag = header_digest(text), part_tag(self._storage.key, text)
         part = (len(private).to_bytes(LENGTH_BYTES, "little") + private).ljust(self.frame.tensors - self.frame.random)
         content[self.frame.random : self.frame.tensors] = np.frombuffer(part, dtype=np.uint8)
         return self._header_checksum

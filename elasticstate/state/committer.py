@@ -36,7 +36,7 @@ from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.buffer import Buffer, CommitStorage, Growth, Incoming
-from elasticstate.state.layout import digest
+from elasticstate.state.layout import number_of
 from elasticstate.state.peer import PeerCopies, Peers
 from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard, copies_with_own
 from elasticstate.state.session import (
@@ -47,7 +47,6 @@ from elasticstate.state.session import (
     SoloSession,
     channel_between,
     compare_names,
-    number_of_names,
 )
 from elasticstate.state.snapshot import LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
@@ -410,7 +409,7 @@ class Committer:
     @property
     def names(self) -> int:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
-        return number_of_names(self._live._value_kinds()) if self._peers and self._peers.can_read else 0
+        return number_of(sorted(self._live._value_kinds().items())) if self._peers and self._peers.can_read else 0
 
     def prefetch(self) -> bool:
         """Copy the newest commit of another worker of this host, and make it the live state.
@@ -736,7 +735,7 @@ class Committer:
 
     def _compare_attached(self, attached: AttachedValues) -> None:
         """Raise StateError if the ranks attach different names."""
-        rows = self._numbers_of_all([digest(msgspec.msgpack.encode(attached.names)) >> 1])
+        rows = self._numbers_of_all([number_of(attached.names)])
         if any(row != rows[0] for row in rows):
             raise StateError(
                 f"The ranks attach different values; this rank attaches {', '.join(attached.names)}. Attach the same "

@@ -13,7 +13,6 @@ strings, complex128).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from elasticstate.commits import (
     Sharding,
     Stored,
     decode,
+    header_digest,
     sharding_info,
 )
 from elasticstate.errors import StateError
@@ -239,14 +239,9 @@ def _stored_as(entry: Entry) -> tuple[str, tuple[int, ...], bool]:
 # ----------------------------------------------------------------------------------------------------- reading a header
 
 
-def digest(header: bytes | memoryview) -> int:
-    """Return a 64-bit hash that identifies a header."""
-    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
-
-
 def number_of(value: object) -> int:
     """Return a 63-bit hash of a value."""
-    return digest(msgspec.msgpack.encode(value)) >> 1
+    return header_digest(msgspec.msgpack.encode(value)) >> 1
 
 
 def parse(memory: torch.Tensor) -> tuple[Frame, int]:
@@ -264,8 +259,8 @@ def parse_header(content: bytes | memoryview, size_bytes: int) -> tuple[Frame, i
     capacity = int.from_bytes(content[:8], "little")
     _require(2 <= capacity <= len(content) - 8, "the header is longer than the buffer")
     header = content[: 8 + capacity]
-    notes, stored = decode(header)
-    return _frame(stored, notes, 8 + capacity, size_bytes), digest(header)
+    _, notes, stored = decode(header)
+    return _frame(stored, notes, 8 + capacity, size_bytes), header_digest(header)
 
 
 def _frame(stored: dict[str, Stored], notes: Notes, begin: int, size: int) -> Frame:

@@ -33,7 +33,16 @@ from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, Store
 from elasticstate.errors import CollectiveError, CopyError, StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.buffer import LENGTH_BYTES, Buffer, dtype_name
-from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, digest, parse_header, round_up, torch_dtype
+from elasticstate.state.layout import (
+    ALIGNMENT_BYTES,
+    Entry,
+    Frame,
+    Layout,
+    number_of,
+    parse_header,
+    round_up,
+    torch_dtype,
+)
 from elasticstate.state.values import Values
 
 # -------------------------------------------------------------------------------------------------------------- regions
@@ -327,7 +336,7 @@ def digest_of(pieces: Iterable[tuple[str, Piece]]) -> int:
         (name, piece.shard.shape, dtype_name(piece.local.dtype), piece.shard.offsets, tuple(piece.local.shape))
         for name, piece in pieces
     )
-    return digest(msgspec.msgpack.encode(forms)) >> 1 or 1
+    return number_of(forms) or 1
 
 
 # -------------------------------------------------------------------------------------------------------------- reshard

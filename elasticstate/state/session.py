@@ -16,7 +16,7 @@ from elasticstate.core.types import ShardSource, listed
 from elasticstate.errors import StateError, UsageError
 from elasticstate.net.messages import WorldView
 from elasticstate.options import refusal_of_other_launchers, worker_environment
-from elasticstate.state.layout import digest
+from elasticstate.state.layout import number_of
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.values import Captured
@@ -319,11 +319,6 @@ def taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
 # Comparison of the value names of the root with those of the ranks that need the root's state, before a sync.
 
 
-def number_of_names(kinds: Kinds) -> int:
-    """Return a digest of 63 bits, which differs if the kinds differ."""
-    return digest(msgspec.msgpack.encode(sorted(kinds.items()))) >> 1
-
-
 def compare_names(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:
     """Raise StateError if this rank cannot take part in a sync, before anything is sealed, sent or written.
 
@@ -349,7 +344,7 @@ def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds
         kinds: those of this rank.
         has_commit: True if this rank holds a commit. Only the root's answer counts.
     """
-    numbers = channel.numbers_of_all([number_of_names(kinds)])
+    numbers = channel.numbers_of_all([number_of(sorted(kinds.items()))])
     if all(row == numbers[0] for row in numbers):
         return {}
     messages = channel.messages_of_all(msgspec.msgpack.encode((kinds, has_commit)))

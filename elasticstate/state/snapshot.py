@@ -41,7 +41,7 @@ from elasticstate.state.buffer import (
     random_capacity,
 )
 from elasticstate.state.divergence import canonical
-from elasticstate.state.layout import Entry, Header, Layout, digest, number_of
+from elasticstate.state.layout import Entry, Header, Layout, number_of
 from elasticstate.state.values import (
     Array,
     Captured,
@@ -86,7 +86,7 @@ class LiveValues:
         forms = [(name, *_form(value)) for name, value in included.items()]
         found = [self._checksum(name) for name in included]
         blob = np.frombuffer(dumps(self._objects), dtype=np.uint8)
-        return _number(forms), _number(found), checksum(blob, 0, len(blob))
+        return number_of(forms), number_of(found), checksum(blob, 0, len(blob))
 
     def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
         """Return what ``Snapshot.details`` returns for a commit."""
@@ -127,11 +127,6 @@ def has_same_bytes(live: Array, stored: Array) -> bool:
     if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
         return torch.equal(_flat(live), _flat(stored).to(live.device))
     return bool(np.array_equal(_bytes(live), _bytes(stored)))
-
-
-def _number(value: object) -> int:
-    """Return a 63-bit hash of a value."""
-    return digest(msgspec.msgpack.encode(value)) >> 1
 
 
 class Snapshot:

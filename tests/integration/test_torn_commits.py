@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticstate import TorchState
 from elasticstate._native import checksum
+from elasticstate.commits import header_digest
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import rng
 from elasticstate.state.base import committer_of
-from elasticstate.state.layout import digest
 from elasticstate.state.snapshot import Snapshot
 from tests.integration.scripts.torn_writers import OWNER, FileStorage
 from tests.kit.pages import page_at
@@ -253,6 +253,6 @@ def test_a_header_of_nonsense_crashes_nothing_even_with_a_right_seal(
     page = page_at(tmp_path / "slot.control")
     buffer = np.frombuffer(data, dtype=np.uint8)
     length = 8 + room + (len(data) - 8 - room) // 2
-    page.seal(0, OWNER, 1, 1, digest(data[: 8 + room]), length, checksum(buffer, 0, length))
+    page.seal(0, OWNER, 1, 1, header_digest(data[: 8 + room]), length, checksum(buffer, 0, length))
     control = (tmp_path / "slot.control").read_bytes()
     read_all(tmp_path, {"control": control, "0.safetensors": data, "1.safetensors": b""})

@@ -11,10 +11,10 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 
 from elasticstate._native import ControlPage, checksum
-from elasticstate.commits import commit_tag, owner_of, part_tag
+from elasticstate.commits import commit_tag, header_digest, owner_of, part_tag
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.replicas.pusher import HostReplicas, Target
-from elasticstate.replicas.store import ReplicaStore, Sealed, layout_digest
+from elasticstate.replicas.store import ReplicaStore, Sealed
 
 KEY = b"k" * 32
 JOB = "job"
@@ -50,7 +50,7 @@ def seal_of(slot: SlotId, commit: CommitId, data: bytes, length: int, index: int
     crc = checksum(sealed, 0, length)
     owner = owner_of(job, slot.host, slot.slot)
     tag = commit_tag(KEY, owner, index, commit, length, crc, part_tag(KEY, header), rest)
-    return Sealed(slot, commit, index, layout_digest(header), length, crc, tag)
+    return Sealed(slot, commit, index, header_digest(header), length, crc, tag)
 
 
 def put(store: ReplicaStore, slot: SlotId, commit: CommitId, tensors: bytes, most_bytes: int | None = None) -> bytes:

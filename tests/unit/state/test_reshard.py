@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from elasticstate.commits import Shard as Place, read
+from elasticstate.commits import OBJECTS, RANDOM, Shard as Place, decode
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.state import reshard
 from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, content_sum, digest_of
@@ -179,12 +179,16 @@ def test_a_header_is_readable_without_torch() -> None:
     _, world = rows((3, 3))
     snapshot = committed(world[1])
     buffer = snapshot._newer
-    found = read(buffer.memory[: buffer.frame.random].numpy().tobytes())
-    tensor = found.tensors["model.w"]
-    assert (tensor.dtype, tensor.shape, tensor.shard) == ("F32", (3, 4), Place((6, 4), (3, 0)))
-    assert bits(world[1]["model.w"].local) == buffer.memory[tensor.begin : tensor.end].numpy().tobytes()
-    assert found.tensors["plain"].shard is None
-    assert (found.attached, found.random, found.objects) == (("model",), buffer.frame.random, buffer.frame.objects)
+    begin = buffer.frame.random
+    _, notes, stored = decode(buffer.memory[:begin].numpy().tobytes())
+    tensor, shards = stored["model.w"], notes.sharding.shards
+    assert (tensor.dtype, tensor.shape, shards["model.w"]) == ("F32", (3, 4), Place((6, 4), (3, 0)))
+    place = slice(begin + tensor.data_offsets[0], begin + tensor.data_offsets[1])
+    assert bits(world[1]["model.w"].local) == buffer.memory[place].numpy().tobytes()
+    assert "plain" in stored
+    assert "plain" not in shards
+    assert notes.sharding.names == ("model",)
+    assert (stored[RANDOM].data_offsets[0], begin + stored[OBJECTS].data_offsets[0]) == (0, buffer.frame.objects)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
