@@ -1,4 +1,4 @@
-"""Reader of copies of commits on any host of the job, for workers and agents (see state.shards.CopyReader)."""
+"""Reader of copies of commits on any host of the job, for workers and agents."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.buffer import Buffer, CommitStorage, Growth, Incoming
 from elasticstate.state.layout import number_of
-from elasticstate.state.peer import PeerCopies, Peers
+from elasticstate.state.peer import PeerReader, Peers
 from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard, copies_with_own
 from elasticstate.state.session import (
     Channel,
@@ -75,7 +75,7 @@ class Committer:
         self.attached: AttachedValues | None = None  # values of the present world
         self.is_behind = False
         """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
-        self._peers: PeerCopies | None = None  # of commits of the other workers of this host
+        self._peers: PeerReader | None = None  # of commits of the other workers of this host
         self.is_prefetched = False
         """True if the only commit is one that was copied from another worker before the first world."""
         self._stored: StoredParts | None = None  # durable copy of a sharded state, from which this world starts
@@ -105,7 +105,7 @@ class Committer:
 
     def use_peers(self, peers: Peers) -> None:
         """Read the commits of other workers of this host from their memory."""
-        self._peers = PeerCopies(peers)
+        self._peers = PeerReader(peers)
 
     def use_session(self, session: Session) -> None:
         """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""

@@ -121,15 +121,6 @@ class PeerCommit:
         self._storage, self.buffer = storage, buffer
         self.content = storage.content(buffer.index)
 
-    @property
-    def has_attached(self) -> bool:
-        """True if the commit has values attached to a world, of which each worker holds its own shards."""
-        return bool(self.buffer.frame.sharding.names)
-
-    def is_intact(self) -> bool:
-        """Return True if the checksum is correct."""
-        return self.buffer.is_intact()
-
     def is_unchanged(self) -> bool:
         """Return True if the owner has not changed the commit since this object was made."""
         return self.content is not None and self._storage.content(self.buffer.index) == self.content
@@ -170,20 +161,25 @@ class PeerCommit:
 
 
 class PeerReader:
-    """Finds commits of other workers, and keeps the memory of the last one mapped."""
+    """Reads commits of other workers of this host, and keeps the memory of the last one mapped.
+
+    Copies are made into a snapshot, which the caller then seals by ``seal_incoming``. A newcomer that has copied a
+    commit before its first world loads the next one into its live state already while the group of the next world is
+    created. If that world never trains, the copied commit is restored, as after each failure.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._storage: PeerStorage | None = None
+        self.can_read = True
+        """False after an error."""
+        self.seconds_ahead = 0.0
+        """Duration of the copy made ahead that the last ``load`` used; 0 if it used none."""
+        self._ahead: _ReadAhead | None = None
 
     def newest(self) -> tuple[CommitId, PeerCommit] | None:
         """Return the newest commit of another worker of this host."""
         return self._newest(self._open(-1))
-
-    def newest_of(self, slot: int) -> PeerCommit | None:
-        """Return the newest commit of the worker of a slot."""
-        found = self._newest(self._storage_of(slot))
-        return None if found is None else found[1]
 
     def _newest(self, storage: PeerStorage | None) -> tuple[CommitId, PeerCommit] | None:
         commit = storage.newest() if storage is not None else None
@@ -228,25 +224,6 @@ class PeerReader:
             self._storage.close()
             self._storage = None
 
-
-# ---------------------------------------------------------------------------------------------------------- peer copies
-# Copies of commits of other workers of the host, which a newcomer makes into its own buffers.
-#
-# A newcomer that has copied a commit before its first world loads the next one into its live state already while the
-# group of the next world is created. If that world never trains, the copied commit is restored, as after each failure.
-
-
-class PeerCopies:
-    """A newcomer's copies. Each is made into a snapshot, which the caller then seals by ``seal_incoming``."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._reader = PeerReader(peers)
-        self.can_read = True
-        """False after an error."""
-        self.seconds_ahead = 0.0
-        """Duration of the copy made ahead that the last ``load`` used; 0 if it used none."""
-        self._ahead: _ReadAhead | None = None
-
     def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
         """Copy the newest commit of another worker. Return its id; None if there is none, or none that is whole.
 
@@ -254,16 +231,16 @@ class PeerCopies:
         worker's own shards.
         """
         try:
-            found = self._reader.newest()
+            found = self.newest()
         except OSError as error:
             logger.warning("the commits of other workers of this host cannot be read: %s", error)
             self.can_read, found = False, None
-        if found is None or found[1].has_attached:
+        if found is None or found[1].buffer.frame.sharding.names:
             return None
         commit, source = found
         if snapshot.newest is not None and commit <= snapshot.newest:
             return None
-        return commit if source.is_intact() and source.copy_to(snapshot, worker_key, commit.generation) else None
+        return commit if source.buffer.is_intact() and source.copy_to(snapshot, worker_key, commit.generation) else None
 
     def read_ahead(
         self, root_slot: int, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None
@@ -273,18 +250,14 @@ class PeerCopies:
         ``live``: values into which it may be loaded at once; None: they must not change yet.
         """
         self.wait()
-        source = self._reader.newest_of(root_slot)
-        self._ahead = _ReadAhead(source, snapshot, worker_key, generation, live) if source is not None else None
+        found = self._newest(self._storage_of(root_slot))
+        self._ahead = _ReadAhead(found[1], snapshot, worker_key, generation, live) if found is not None else None
 
     def wait(self) -> bool:
         """Wait until the copy that ``read_ahead`` has begun is complete. Return False if none was begun."""
         if self._ahead is not None:
             self._ahead.wait()
         return self._ahead is not None
-
-    def wait_for(self, root_slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
-        """Wait until the root has sealed this commit: see PeerReader.wait_for."""
-        return self._reader.wait_for(root_slot, commit, check)
 
     def load(
         self,
@@ -305,10 +278,6 @@ class PeerCopies:
             self.seconds_ahead = ahead.seconds
             return ahead.incoming or snapshot.load_incoming(targets())
         return snapshot.load_incoming(targets()) if source.copy_to(snapshot, worker_key, generation) else None
-
-    def close(self) -> None:
-        """Unmap the memory of the other workers."""
-        self._reader.close()
 
 
 class _ReadAhead:

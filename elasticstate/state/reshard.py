@@ -226,14 +226,6 @@ def staged(
 # Shards: the part of each attached tensor that one worker holds, and the access to copies that hold other parts.
 
 
-class SealedContent(Protocol):
-    """The seal of a copy."""
-
-    @property
-    def length(self) -> int:
-        """Size of the sealed content, in bytes."""
-
-
 class CopyReader(Protocol):
     """Access to the copies in the memory of all hosts. All methods raise CopyError if a copy is gone, or damaged.
 
@@ -244,8 +236,8 @@ class CopyReader(Protocol):
     def header(self, copy: CopyOf) -> bytes:
         """Return all bytes before the random state."""
 
-    def sealed(self, copy: CopyOf) -> SealedContent:
-        """Return the seal."""
+    def length(self, copy: CopyOf) -> int:
+        """Return the size of the sealed content, in bytes."""
 
     def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
         """Return bytes that are proven to come from this job: for what is unpickled."""
@@ -346,7 +338,7 @@ RANGES = 4096  # of one request
 MAX_NAMES = 5  # in an error
 
 _Read = TypeVar("_Read")
-_ENDLESS = 1 << 62  # size of a file whose end is not known
+_ENDLESS = 1 << 62  # size of a file whose end is not known: a buffer may be longer than its commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,10 +357,11 @@ class CommitCopies:
     Args:
         reader: access to the copies.
         sources: the copies, in the order in which to try them. Those of a digest contain the same shards.
+        own: this worker's own commit, if it is one of the sources.
     """
 
-    def __init__(self, reader: CopyReader, sources: Sequence[ShardSource]) -> None:
-        self._reader = reader
+    def __init__(self, reader: CopyReader, sources: Sequence[ShardSource], own: _OwnCommit | None = None) -> None:
+        self._reader, self._own = reader, own
         self._left: dict[int, list[CopyOf]] = {}  # by digest: copies that were not tried
         for source in sources:
             self._left.setdefault(source.digest, []).append(source.copy)
@@ -443,7 +436,7 @@ class CommitCopies:
         sizes = {entry.offset: entry.size_bytes for entry in entries}
         ranges = [(frame.tensors + at, content[to : to + sizes[to]]) for at, to in places.items() if sizes[to]]
         self._read(opened, ranges)
-        random = self._reader.read(opened.copy, frame.random, frame.tensors - frame.random)
+        random = self._reader_of(opened.copy).read(opened.copy, frame.random, frame.tensors - frame.random)
         length = int.from_bytes(random[:LENGTH_BYTES], "little")
         place = Frame(Layout(entries, end), 0, 0, end, frame.sharding)
         objects = self._objects(opened)
@@ -451,7 +444,9 @@ class CommitCopies:
 
     def _objects(self, opened: _Opened) -> dict[str, Any]:
         begin = opened.frame.objects
-        found: dict[str, Any] = pickle.loads(self._reader.read(opened.copy, begin, opened.length - begin))
+        found: dict[str, Any] = pickle.loads(
+            self._reader_of(opened.copy).read(opened.copy, begin, opened.length - begin)
+        )
         return found
 
     # ---------------------------------------------------------------------------------------------- copies and failures
@@ -480,9 +475,12 @@ class CommitCopies:
                 self._failed(copy, error)
         return self._open.get(digest)
 
+    def _reader_of(self, copy: CopyOf) -> CopyReader | _OwnCommit:
+        return self._own if self._own is not None and copy.slot == _HERE else self._reader
+
     def _parsed(self, copy: CopyOf) -> _Opened:
-        frame, _ = parse_header(self._reader.header(copy), _ENDLESS)
-        length = self._reader.sealed(copy).length
+        frame, _ = parse_header(self._reader_of(copy).header(copy), _ENDLESS)
+        length = self._reader_of(copy).length(copy)
         if length < frame.objects:
             raise ValueError(f"the copy has {length} bytes, and its header requires more")
         return _Opened(copy, frame, length, {entry.name: entry for entry in frame.layout.entries})
@@ -601,7 +599,7 @@ class CommitCopies:
     def _read(self, opened: _Opened, ranges: list[tuple[int, memoryview]]) -> None:
         ranges.sort(key=lambda pair: pair[0])
         for begin in range(0, len(ranges), RANGES):
-            self._reader.read_into(opened.copy, ranges[begin : begin + RANGES])
+            self._reader_of(opened.copy).read_into(opened.copy, ranges[begin : begin + RANGES])
 
 
 def _cut(
@@ -763,53 +761,36 @@ def copies_with_own(
     if own is None or own.commit is None or digest is None:
         return CommitCopies(reader, sources)
     here = ShardSource(digest, CopyOf("this worker", _HERE, own.commit))
-    return CommitCopies(_WithOwnCommit(reader, own), [here, *sources])
+    return CommitCopies(reader, [here, *sources], _OwnCommit(own))
 
 
-class _WithOwnCommit:
-    """Reader of all copies (see CopyReader). The own buffer does not change: this worker alone writes to it."""
+class _OwnCommit:
+    """Reader of the own commit (see CopyReader). Its buffer does not change: this worker alone writes to it."""
 
-    def __init__(self, others: CopyReader, own: Buffer) -> None:
-        self._others, self._own = others, own
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
 
-    def header(self, copy: CopyOf) -> bytes:
-        if copy.slot != _HERE:
-            return self._others.header(copy)
-        if not self._own.is_intact():
+    def header(self, _: CopyOf) -> bytes:
+        if not self._buffer.is_intact():
             raise CopyError("its checksum is wrong")
-        return self._own.memory[: self._own.frame.random].numpy().tobytes()
+        return self._buffer.memory[: self._buffer.frame.random].numpy().tobytes()
 
-    def sealed(self, copy: CopyOf) -> SealedContent:
-        return self._own if copy.slot == _HERE else self._others.sealed(copy)
+    def length(self, _: CopyOf) -> int:
+        return self._buffer.length
 
-    def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
-        if copy.slot != _HERE:
-            return self._others.read(copy, offset, length)
-        return self._own.memory[offset : offset + length].numpy().tobytes()
+    def read(self, _: CopyOf, offset: int, length: int) -> bytes:
+        return self._buffer.memory[offset : offset + length].numpy().tobytes()
 
-    def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        if copy.slot != _HERE:
-            self._others.read_into(copy, ranges)
-            return
-        copy_ranges(self._own.memory, ranges)
-
-    def close(self) -> None:
-        self._others.close()
+    def read_into(self, _: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        copy_ranges(self._buffer.memory, ranges)
 
 
 # -------------------------------------------------------------------------------------------------------- durable parts
 # StoredParts: the parts of a durable copy of a sharded state, as copies of a commit that a world starts from.
 
 
-_ANY_SIZE = 1 << 62  # the header describes a buffer, which may be longer than its commit
-
-
-class _Length(NamedTuple):
-    length: int
-
-
 class StoredParts:
-    """Reader of the parts of a copy (see state.shards.CopyReader). Part n counts as slot n of the host ``name``."""
+    """Reader of the parts of a copy (see CopyReader). Part n counts as slot n of the host ``name``."""
 
     def __init__(self, copies: StoredCopies, name: str, manifest: Manifest) -> None:
         self.name, self.manifest = name, manifest
@@ -847,8 +828,8 @@ class StoredParts:
         with _errors_of_copies():
             return self._reader(copy).head
 
-    def sealed(self, copy: CopyOf) -> _Length:
-        return _Length(self._reader(copy).length)
+    def length(self, copy: CopyOf) -> int:
+        return self._reader(copy).length
 
     def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
         data = bytearray(length)
@@ -879,7 +860,7 @@ def _errors_of_copies() -> Iterator[None]:
 def frame_of(head: bytes, data_bytes: int) -> Frame:
     """Return the layout of the commit in a part. Raises DamagedCopyError."""
     try:
-        frame, _ = parse_header(memoryview(head), _ANY_SIZE)
+        frame, _ = parse_header(memoryview(head), _ENDLESS)
     except ValueError as error:
         raise DamagedCopyError(f"the header is invalid: {error}") from None
     if (frame.tensors, frame.objects - frame.tensors) != (len(head), data_bytes):

@@ -34,7 +34,7 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.types import CopyOf, ShardSource
 from elasticstate.errors import CopyError
 from elasticstate.state.peer import SealReader
-from elasticstate.state.reshard import Piece, SealedContent, chunk_of
+from elasticstate.state.reshard import Piece, chunk_of
 from elasticstate.state.snapshot import Snapshot
 from tests.kit.state import FileStorage, Member, World
 
@@ -79,9 +79,8 @@ class SnapshotCopies:
         self.headers_read += 1
         return memory[: buffer.frame.random].numpy().tobytes()
 
-    def sealed(self, copy: CopyOf) -> SealedContent:
-        buffer: SealedContent = self._content(copy)[1]
-        return buffer
+    def length(self, copy: CopyOf) -> int:
+        return int(self._content(copy)[1].length)
 
     def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
         return self._content(copy)[0][offset : offset + length].numpy().tobytes()

@@ -14,7 +14,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import peer, rng
 from elasticstate.state.buffer import PrivateStorage
-from elasticstate.state.peer import PeerCopies, PeerReader, PeerStorage
+from elasticstate.state.peer import PeerReader, PeerStorage
 from elasticstate.state.snapshot import Snapshot
 
 Storage = Callable[..., Any]
@@ -55,7 +55,7 @@ def test_the_newest_commit_is_copied_with_a_random_state_of_its_own(storage: Any
     assert found is not None
     commit, source = found
     assert commit == COMMIT
-    assert source.is_intact()
+    assert source.buffer.is_intact()
     mine = Snapshot(PrivateStorage())
     assert source.copy_to(mine, "host:6#1", 3)
     values = mine.seal_incoming(commit, mine.load_incoming({}))
@@ -89,7 +89,7 @@ def test_a_damaged_commit_is_not_intact(storage: Any) -> None:
         if seal is not None:
             memory = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
             memory[seal[3] - 1] ^= 1
-    assert not found[1].is_intact()
+    assert not found[1].buffer.is_intact()
 
 
 def test_a_commit_of_another_job_is_no_commit(storage: Any) -> None:
@@ -160,7 +160,7 @@ def test_no_name_of_this_module_writes_to_another_worker_s_page() -> None:
 def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(storage: Any, at_once: bool) -> None:
     root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
     live = torch.zeros(1000)
-    copies = PeerCopies(Host(storage))
+    copies = PeerReader(Host(storage))
     assert not copies.wait()
     copies.read_ahead(5, mine, "host:6#1", start.generation, {"w": live} if at_once else None)
     assert copies.wait()
@@ -184,7 +184,7 @@ def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(stor
 def test_a_copy_made_ahead_of_another_commit_is_made_again(storage: Any, at_once: bool) -> None:
     root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
     live = torch.zeros(1000)
-    copies = PeerCopies(Host(storage))
+    copies = PeerReader(Host(storage))
     copies.read_ahead(5, mine, "host:6#1", start.generation, {"w": live} if at_once else None)
     copies.wait()
     root.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), start)

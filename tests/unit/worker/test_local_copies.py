@@ -46,7 +46,7 @@ class Reader(LocalReplicas):
     def bytes_of(self, copy: CopyOf, offset: int, length: int) -> bytes:
         """Open a copy and read a part of it, as a reshard does."""
         self.header(copy)
-        self.sealed(copy)
+        self.length(copy)
         return self.again(copy, offset, length)
 
     def again(self, copy: CopyOf, offset: int, length: int) -> bytes:
@@ -123,7 +123,7 @@ def test_a_file_that_a_worker_reads_gets_no_other_content(hosts: list[Host], rea
 
 def test_a_copy_with_another_content_than_the_opened_one_is_not_mapped(hosts: list[Host], reader: Reader) -> None:
     copy, _ = kept(hosts[0], C1, b"1" * SIZE)
-    reader.sealed(copy)
+    reader.length(copy)
     _, data = kept(hosts[0], C1, b"2" * SIZE)
     assert reader.again(copy, 4096, SIZE) == data[4096 : 4096 + SIZE]
     assert (reader.fetched, reader.given) == (SIZE, [True])
