@@ -11,7 +11,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -218,9 +218,9 @@ class State(Joinable):
         """
         return None
 
-    def _optimizer_owned(self) -> Container[int]:
+    def _optimizer_owned(self) -> Set[int]:
         """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
-        return ()
+        return frozenset()
 
     def _bytes_to_come(self) -> int | None:
         """Return the bytes that the first steps of optimizers will add to a commit; None: not known."""
@@ -432,7 +432,7 @@ class State(Joinable):
     def on_reset(self) -> None:
         """Call the reset callbacks. ``run`` does so in each world that this worker enters with a commit."""
         for callback in self._reset_callbacks:
-            self._committer.require_seal()
+            self._committer.must_seal = True
             callback()
         loaded = self._committer.loaded or {}
         for name in list(loaded) if self._reset_callbacks else ():
@@ -447,7 +447,7 @@ class State(Joinable):
     @property
     def commit_bytes(self) -> int:
         """Size of the newest commit, in bytes."""
-        return self._committer.commit_bytes
+        return self._committer.snapshot.size_bytes
 
     # ---------------------------------------------------------------------------------- methods that torch's Join calls
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -42,7 +42,6 @@ from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard,
 from elasticstate.state.session import (
     Channel,
     HeldCommits,
-    LiveState,
     Session,
     SoloSession,
     channel_between,
@@ -51,6 +50,9 @@ from elasticstate.state.session import (
 from elasticstate.state.snapshot import LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Captured, Values
+
+if TYPE_CHECKING:
+    from elasticstate.state.base import State
 
 _OF_THE_MACHINE = (
     OSError,
@@ -67,9 +69,9 @@ class Committer:
     Commit ids ascend, and one id never has two contents.
     """
 
-    def __init__(self, state: LiveState) -> None:
+    def __init__(self, state: State) -> None:
         # A reference cycle of state and committer would keep the commits in memory until a garbage collection.
-        self._live: LiveState = weakref.proxy(state)
+        self._live: State = weakref.proxy(state)
         self.snapshot = Snapshot()
         self.session: Session = SoloSession()
         self.attached: AttachedValues | None = None  # values of the present world
@@ -78,13 +80,15 @@ class Committer:
         self._peers: PeerReader | None = None  # of commits of the other workers of this host
         self.is_prefetched = False
         """True if the only commit is one that was copied from another worker before the first world."""
-        self._stored: StoredParts | None = None  # durable copy of a sharded state, from which this world starts
+        self.stored: StoredParts | None = None
+        """Durable copy of a sharded state, from which this world starts."""
         self.has_followed = False
         """True if the live state is that of a world in which this worker kept no commits (--one-copy-per-host)."""
         self._compared_generation = 0  # the last world with --one-copy-per-host in which the ranks compared values
         self.begins_world = False
         """True between a sync and the check that follows: this check compares the live values of all ranks."""
-        self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
+        self.must_seal = False
+        """True if reset callbacks may have changed the live state since the newest commit: the next sync seals it."""
         self._synced_generation = 0
         self._ticks = TickRecords(self._live)
         self.begun: CommitId | None = None
@@ -115,10 +119,6 @@ class Committer:
             self.snapshot.forget()
         self.session = session
 
-    def reserve(self, size_bytes: int) -> None:
-        """Allocate memory for commits of this size now, because fresh memory costs more than the copy into it."""
-        self.snapshot.reserve(size_bytes)
-
     @property
     def commits(self) -> tuple[CommitId | None, CommitId | None]:
         """The ids of the newest commit and of the previous commit; None where there is none."""
@@ -130,28 +130,15 @@ class Committer:
         is_replaced = self.is_prefetched and self.session.rank in self.session.lacking
         return self.snapshot.newest is not None and not is_replaced
 
-    def use_stored(self, parts: StoredParts | None) -> None:
-        """Let the present world start from a durable copy of a sharded state; None: it does not."""
-        self._stored = parts
-
     @property
     def starts_from_shards(self) -> bool:
         """True if the present world starts from the shards of a commit, and no rank sends its state."""
-        return self.session.line is not None or self._stored is not None
-
-    @property
-    def commit_bytes(self) -> int:
-        """Size of the newest commit, in bytes."""
-        return self.snapshot.size_bytes
+        return self.session.line is not None or self.stored is not None
 
     @property
     def ticks(self) -> int:
         """Ticks completed in this generation."""
         return self.session.ticks
-
-    def progress(self) -> None:
-        """Report progress to the agent without ending a tick."""
-        self.session.progress()
 
     # ------------------------------------------------------------------------------------------------- making a commit
 
@@ -291,7 +278,7 @@ class Committer:
 
     def _optimizer_owned(self) -> Container[int]:
         owned = self._live._optimizer_owned()
-        return owned if self.attached is None else _Union(owned, self.attached.optimizer_owned())
+        return owned if self.attached is None else owned | self.attached.optimizer_owned()
 
     def _require_attached(self) -> None:
         """Raise UsageError if this world starts from shards, and nothing is attached to it yet."""
@@ -302,7 +289,7 @@ class Committer:
             )
 
     def _record_commits(self) -> None:
-        self.session.record_commits(HeldCommits(*self.commits, self.commit_bytes, self._bytes_to_come))
+        self.session.record_commits(HeldCommits(*self.commits, self.snapshot.size_bytes, self._bytes_to_come))
 
     def _bytes_to_come(self) -> int | None:
         """Return the bytes that the first steps of optimizers will add to the newest commit; None: not known.
@@ -488,13 +475,9 @@ class Committer:
             )
         rng.apply(private)
         self._live._drop_gradients()
-        self._must_seal = self.is_behind = False
+        self.must_seal = self.is_behind = False
 
     # -------------------------------------------------------------------------------------------- syncing with a world
-
-    def require_seal(self) -> None:
-        """Make the next sync seal the live state, because a reset callback may have changed it."""
-        self._must_seal = True
 
     def note_loaded(self) -> None:
         """Note from now on which states the next restore or sync loads into objects with iterators."""
@@ -560,9 +543,9 @@ class Committer:
                 "no worker holds a commit any more, and this worker kept none because of --one-copy-per-host, so its "
                 "state is that of no tick. The job continues when this worker has been restarted."
             )
-        if is_first or self._must_seal or (session.lacking and self.snapshot.has_attached):
+        if is_first or self.must_seal or (session.lacking and self.snapshot.has_attached):
             self.seal(start)
-            self._must_seal = False
+            self.must_seal = False
         elif session.lacking:
             self.snapshot.restamp(start)
             self._record_commits()
@@ -726,8 +709,8 @@ class Committer:
                 self._record_commits()
 
     def _copies(self) -> CommitCopies:
-        if self._stored is not None:
-            return self._stored.commit_copies(self.session.rank)
+        if self.stored is not None:
+            return self.stored.commit_copies(self.session.rank)
         session = self.session
         sources, line = [source for source, _ in session.sources], session.line
         own = self.snapshot.find(line) if line is not None and line in self.commits else None
@@ -752,7 +735,7 @@ class Committer:
                 self.snapshot.drop_previous()
         finally:
             self._record_commits()
-        self._must_seal = False
+        self.must_seal = False
 
     # ---------------------------------------------------------------------------------------------- comparison of ranks
 
@@ -830,16 +813,6 @@ class Committer:
             self._receive(channel_between(session, root, lacking), commit, keeps_random_state=True)
             self.begun = commit  # an interrupt at this tick finds it here as on the ranks that trained
         session.tick()
-
-
-class _Union:
-    """Elements of two containers."""
-
-    def __init__(self, *parts: Container[int]) -> None:
-        self._parts = parts
-
-    def __contains__(self, element: object) -> bool:
-        return any(element in part for part in self._parts)
 
 
 class StateJoinHook(JoinHook):

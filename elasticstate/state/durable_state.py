@@ -78,7 +78,7 @@ class _Resume:
         if not isinstance(found, StoredParts):
             self._send(_Candidate())
         else:
-            self._committer.use_stored(found)
+            self._committer.stored = found
         if found is None and self._source.is_required:
             raise StateLostError(
                 f"No worker holds a commit any more, and --durable-dir {self._source.place} has no copy."
@@ -174,7 +174,7 @@ class _Resume:
                     copies = self._open()
             parts = StoredParts(copies, candidate.name, candidate.manifest)
             if not self._verified(parts):
-                self._committer.use_stored(parts)
+                self._committer.stored = parts
                 return
 
     def _send(self, candidate: _Candidate) -> None:
@@ -193,7 +193,7 @@ class _Resume:
             return committer.snapshot.load_incoming(targets())
 
         committer.receive(CommitId(self._session.generation - 1, 1), load)
-        self._session.record_sync(committer.commit_bytes, time.monotonic() - self._started)
+        self._session.record_sync(committer.snapshot.size_bytes, time.monotonic() - self._started)
 
 
 def _fill(snapshot: Snapshot, copies: StoredCopies, name: str, manifest: Manifest) -> None:

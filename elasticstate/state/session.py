@@ -1,10 +1,10 @@
-"""Interfaces through which a committer uses its world (``Session``, ``Channel``) and its state (``LiveState``)."""
+"""Interfaces through which a committer uses its world: ``Session`` and ``Channel``."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,9 +17,7 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.net.messages import WorldView
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import number_of
-from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.reshard import CopyReader
-from elasticstate.state.values import Captured
 
 Kinds = dict[str, bool]
 """For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
@@ -217,24 +215,6 @@ class SoloSession(Session):
     def record_commits(self, held: HeldCommits) -> None:
         if held.newest is not None:
             self._saves = held.newest.tick
-
-
-class LiveState(Protocol):
-    """Methods of a state through which its committer reads and writes the live state. See ``State``."""
-
-    def capture(self) -> Captured: ...
-    def apply(self, values: Captured) -> None: ...
-    def restore(self) -> None: ...
-    def _before_load(self, objects: Callable[[], Mapping[str, Any] | None]) -> None: ...
-    def _has_pre_hooks(self) -> bool: ...
-    def _load_targets(self) -> Captured | None: ...
-    def _optimizer_owned(self) -> Container[int]: ...
-    def _quick_capture(self, captured: Captured) -> QuickCapture | None: ...
-    def _owned(self) -> Container[int]: ...
-    def _drop_gradients(self) -> None: ...
-    def _value_kinds(self) -> Kinds: ...
-    def _bytes_to_come(self) -> int | None: ...
-    def _continue_iterators(self, loaded: Mapping[str, Any], has_trained: bool) -> None: ...
 
 
 # -------------------------------------------------------------------------------------------------------------- channel

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,8 +43,10 @@ from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.quick_capture import QuickCapture
-from elasticstate.state.session import LiveState
 from elasticstate.state.values import Captured, dumps, split_by_kind
+
+if TYPE_CHECKING:
+    from elasticstate.state.base import State
 
 # ------------------------------------------------------------------------------------------------------------ tick plan
 # Which tensors of a state are copied at each tick, and what is known of the others.
@@ -242,7 +244,7 @@ class _Record:
 class TickRecords:
     """The tick record of one state. ``record`` at each tick without a commit, ``take`` after a failure."""
 
-    def __init__(self, live: LiveState) -> None:
+    def __init__(self, live: State) -> None:
         self._live = live
         self._plan: TickPlan | None = None
         self._record: _Record | None = None

@@ -500,7 +500,7 @@ class WorkerLoop:
         self._committer.use_peers(self._peers)
         self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
-        self._committer.reserve(self._environment.reserve_bytes)
+        self._committer.snapshot.reserve(self._environment.reserve_bytes)
         fill(2 * self._environment.reserve_bytes)  # see docs/decisions/worker-processes.md
         if warmup is not None:
             warmup()
@@ -543,7 +543,7 @@ class WorkerLoop:
             has_state = has_state or self._committer.has_followed
             if has_state:  # else: the job's first world, or sync brings the state
                 if type(self._state).on_reset is not State.on_reset:
-                    self._committer.require_seal()  # a subclass may change values there
+                    self._committer.must_seal = True  # a subclass may change values there
                 self._state.on_reset()
             self._state.sync()
             self._committer.continue_iterators()
@@ -588,7 +588,7 @@ class WorkerLoop:
     def _resume_from_copy(self) -> None:
         """In a world in which no member holds a usable commit: find the newest intact durable copy."""
         view = self._session.view
-        self._committer.use_stored(None)
+        self._committer.stored = None
         if view.durable is not None:
             durable_state.resume(self._committer, view.durable)
 

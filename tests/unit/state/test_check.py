@@ -154,7 +154,7 @@ def test_the_random_state_is_each_ranks_own(world: Any, member: Any, check_all: 
 def test_buffers_of_other_sizes_hold_the_same(world: Any, member: Any, check_all: Check) -> None:
     states = model_states(2)
     bound(states, world, member)
-    committer_of(states[1]).reserve(1 << 20)
+    committer_of(states[1]).snapshot.reserve(1 << 20)
     for state in states:
         state.commit()
     assert check_all(states) == [None, None]
