@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -24,14 +24,11 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
 from elasticstate.state.module_state import (
     Walk,
-    home_of,
+    load_buffers,
     load_modes,
     modes,
-    owner_of_buffer,
-    set_buffer,
-    set_requires_grad,
 )
-from elasticstate.state.optimizer_state import arrange_groups, bytes_to_come, check_settings, is_plain_optimizer
+from elasticstate.state.optimizer_state import arrange_groups, check_settings, is_plain_optimizer, owned_by
 from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, digest_of, piece_of
 from elasticstate.state.session import Channel, Session, channel_between
 from elasticstate.state.values import Tree, flatten, rebuild_with
@@ -120,13 +117,6 @@ class AttachedOptimizer:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name = name
         self.optimizer = optimizer
-
-    def owned(self) -> Iterator[int]:
-        """Yield the ids of the tensors that only ``step`` writes: parameters that are trained, and their state."""
-        for group in self.optimizer.param_groups:
-            yield from (id(p) for p in group["params"] if p.requires_grad)
-        for entry in self.optimizer.state.values():
-            yield from map(id, entry.values() if isinstance(entry, dict) else ())
 
     def capture(self, values: dict[str, Any], names: Mapping[int, str]) -> Any:
         """Put the tensors into ``values``, and return the rest. ``names``: by id, those of all parameters.
@@ -257,7 +247,7 @@ class AttachedValues:
         """Return the local tensors and the trees by name, and the places of the tensors. Copies nothing."""
         tensors: dict[str, Any] = {}
         trees: dict[str, Any] = {name: module.capture(tensors) for name, module in self._modules.items()}
-        names = self._names_of_parameters()
+        names = {id(p): name for module in self._modules.values() for name, p in module.parameters.items()}
         trees |= {name: optimizer.capture(tensors, names) for name, optimizer in self._optimizers.items()}
         trees |= {name: value.capture(tensors) for name, value in self._others.items()}
         pieces = self._pieces
@@ -284,19 +274,12 @@ class AttachedValues:
         found: set[int] = set()
         for optimizer in self._optimizers.values():
             if not is_captured(optimizer.optimizer):
-                found.update(locals_of[i] for i in optimizer.owned() if i in locals_of)
+                found.update(locals_of[i] for i in owned_by(optimizer.optimizer) if i in locals_of)
         return found
-
-    def bytes_to_come(self) -> int | None:
-        """Return the bytes that the first steps of optimizers will add to a commit; None: not known."""
-        return bytes_to_come(self.values.values())
 
     def counted(self) -> dict[int, torch.Tensor]:
         """Return the DTensors by the ids of their captured local tensors."""
         return {id(piece.local): tensor for tensor, piece in self._pieces.values() if piece.local is not tensor}
-
-    def _names_of_parameters(self) -> dict[int, str]:
-        return {id(p): name for module in self._modules.values() for name, p in module.parameters.items()}
 
     # ---------------------------------------------------------------------------------------------------- a new world
 
@@ -439,33 +422,11 @@ class AttachedModule:
         for name, parameter in self.parameters.items():
             targets.add(name, parameter)
         load_modes(self._module, walk, self.parameters, tree)
-        self._prepare_buffers(walk, tree, targets)
+        load_buffers(self._module, walk, tree, tree["buffers"], targets.tensor)
         parts = {path: part for part, path in walk.with_extra_state.items()}
         for path, extra in tree["extra"].items():
             value = rebuild_with(targets.tensor, extra, None, None, self._extra_at(path), set())
-            targets.afterwards(_later(parts[path].set_extra_state, value))
-
-    def _prepare_buffers(self, walk: Walk, tree: Any, targets: RestoreTargets) -> None:
-        transient = set(tree["transient"])
-        found = {name.removeprefix(walk.buffers_at) for name in walk.buffers}.union(walk.none)
-        for path in found.difference(tree["buffers"], tree["none"]):
-            owner, key = owner_of_buffer(self._module, path)
-            delattr(owner, key)
-        for path in tree["none"]:
-            set_buffer(self._module, path, None, path in transient)
-        for path, device_type in tree["buffers"].items():
-            owner, key = owner_of_buffer(self._module, path)
-            live = getattr(owner, key) if modules.has_buffer(owner, key) else None
-            device = live.device if live is not None else home_of(self._module, device_type)
-            buffer = targets.tensor(live, f"{walk.buffers_at}{path}", device)
-            if buffer is not live:
-                set_buffer(self._module, path, buffer, path in transient)
-            set_requires_grad(buffer, path in tree.get("trained", ()))
-
-
-class _HasStateDict(Protocol):
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> Any: ...
+            targets.afterwards(functools.partial(parts[path].set_extra_state, value))
 
 
 class AttachedObject:
@@ -478,7 +439,7 @@ class AttachedObject:
                 "values to the constructor of the state."
             )
         self._name = name
-        self._value: _HasStateDict = value
+        self._value = value
 
     def capture(self, values: dict[str, Any]) -> Any:
         return flatten(state_of(self._value), self._name, values)
@@ -487,7 +448,3 @@ class AttachedObject:
         """Load the state after all tensors have been loaded."""
         rebuilt = rebuild_with(targets.tensor, tree, state_of(self._value), None, self._name, set())
         targets.afterwards(lambda: load_state(self._value, rebuilt))
-
-
-def _later(function: Callable[[Any], object], value: Any) -> Callable[[], object]:
-    return lambda: function(value)

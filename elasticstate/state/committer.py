@@ -37,6 +37,7 @@ from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.buffer import Buffer, CommitStorage, Growth, Incoming
 from elasticstate.state.layout import number_of
+from elasticstate.state.optimizer_state import bytes_to_come
 from elasticstate.state.peer import PeerReader, Peers
 from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard, copies_with_own
 from elasticstate.state.session import (
@@ -298,7 +299,7 @@ class Committer:
         """
         newest, plain = self.snapshot.newest, self._live._bytes_to_come()
         if plain is not None and self.attached is not None:
-            attached = self.attached.bytes_to_come()
+            attached = bytes_to_come(self.attached.values.values())
             plain = None if attached is None else plain + attached
         return 0 if plain is None and newest is not None and newest.tick else plain
 

@@ -18,7 +18,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.session import Channel
-from elasticstate.state.values import Leaf, Row, Tree
+from elasticstate.state.values import Leaf, Row, Tree, flat_bytes
 
 MAX_NAMES = 20  # maximum number of names in each rank's report
 
@@ -189,10 +189,7 @@ class _Pickler(pickle.Pickler):
         torch pickles a tensor in other bytes each time, so its content is taken.
         """
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            real = torch.view_as_real(plain) if plain.is_complex() else plain
-            content = real.reshape(-1).view(torch.uint8).numpy().tobytes()
-            return "tensor", str(value.dtype), tuple(value.shape), content
+            return "tensor", str(value.dtype), tuple(value.shape), flat_bytes(value.cpu()).numpy().tobytes()
         if type(value) is dict and self.fast:
             items = [(canonical(key), canonical(item)) for key, item in value.items()]
             if any(part is None for item in items for part in item):

@@ -18,6 +18,7 @@ from elasticstate.compat.torch_tensors import requires_grad_of
 from elasticstate.errors import StateError
 from elasticstate.state.values import (
     Captured,
+    Load,
     Values,
     flatten,
     is_loaded,
@@ -167,7 +168,9 @@ def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured)
         if written is not live[key]:  # it cannot be written in place, or has another dtype: the module was cast
             replace_content(live[key], written)  # type: ignore[arg-type]  # a parameter is a tensor
     load_modes(module, walk, live, tree)
-    _load_buffers(module, walk, tree, values)
+    buffers = [key for key in values if key.startswith(walk.buffers_at)]
+    devices = {key.removeprefix(walk.buffers_at): tree["devices"].get(key, "cpu") for key in buffers}
+    load_buffers(module, walk, tree, devices, lambda buffer, key, device: load_value(buffer, values, key, device))
     parts = {path: part for part, path in walk.with_extra_state.items()}
     used: set[str] = set()
     for path, extra in tree["extra"].items():
@@ -276,12 +279,12 @@ def parts_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, tor
             yield from parts_of(child, path if is_compiled else f"{path}{key}.")
 
 
-def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captured) -> None:
+def load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, saved: Mapping[str, str], load: Load) -> None:
     """Give the module the buffers of the commit, including those that are None, and remove all other buffers.
 
-    ``tree`` has the names of the buffers that require gradients, unless it is that of an older version.
+    ``saved``: the types of their devices by their paths. ``tree`` has the names of the buffers that require gradients,
+    unless it is that of an older version.
     """
-    saved = {key.removeprefix(walk.buffers_at): key for key in values if key.startswith(walk.buffers_at)}
     found = {key.removeprefix(walk.buffers_at) for key in walk.buffers}.union(walk.none)
     for path in found.difference(saved, tree["none"]):
         owner, name = owner_of_buffer(module, path)
@@ -289,14 +292,15 @@ def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captur
     transient = set(tree["transient"])
     for path in tree["none"]:
         set_buffer(module, path, None, path in transient)
-    for path, key in saved.items():
+    for path, device_type in saved.items():
         owner, name = owner_of_buffer(module, path)
         live = getattr(owner, name) if modules.has_buffer(owner, name) else None
-        if live is None or not is_loaded(live, values, key):
-            device = live.device if live is not None else home_of(module, tree["devices"].get(key, "cpu"))
-            set_buffer(module, path, load_value(live, values, key, device), path in transient)
+        device = live.device if live is not None else home_of(module, device_type)
+        buffer = load(live, f"{walk.buffers_at}{path}", device)
+        if buffer is not live:
+            set_buffer(module, path, buffer, path in transient)
         if "trained" in tree:
-            set_requires_grad(getattr(owner, name), path in tree["trained"])
+            set_requires_grad(buffer, path in tree["trained"])
 
 
 def owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:

@@ -8,7 +8,7 @@ name: its position decides.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -69,16 +69,21 @@ class NamedGroups:
         values: list[Any] = [*optimizers, *optimizers.values(), *owners, *owners.values()]
         is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
         if self._identities is None or not is_same or not self._identities.unchanged():
-            names: dict[int, str] = {}
-            for name, owner in owners.items():
-                of = parameters_of(name, owner) if isinstance(owner, torch.nn.Module) else {name: owner}
-                names.update((id(parameter), key) for key, parameter in of.items())
+            names = {id(tensor): name for name, tensor in named_tensors(owners).items()}
             self._found = {
                 name: msgspec.msgpack.encode([[names.get(id(p)) for p in g["params"]] for g in optimizer.param_groups])
                 for name, optimizer in optimizers.items()
             }
             self._values, self._identities = values, _identities(optimizers.values(), owners.values())
         return self._found
+
+
+def named_tensors(owners: Mapping[str, torch.nn.Module | torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the parameters of the modules, and the tensors, by their names in a commit."""
+    found: dict[str, torch.Tensor] = {}
+    for name, owner in owners.items():
+        found.update(parameters_of(name, owner) if isinstance(owner, torch.nn.Module) else {name: owner})
+    return found
 
 
 def _identities(
@@ -110,6 +115,14 @@ def is_plain_optimizer(value: object) -> bool:
         and kind.state_dict is torch.optim.Optimizer.state_dict  # type: ignore[attr-defined]
         and kind.load_state_dict is torch.optim.Optimizer.load_state_dict  # type: ignore[attr-defined]
     )
+
+
+def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Yield the ids of the tensors that only ``step`` writes: parameters that are trained, and their state."""
+    for group in optimizer.param_groups:
+        yield from (id(p) for p in group["params"] if p.requires_grad)
+    for entry in optimizer.state.values():
+        yield from map(id, entry.values() if isinstance(entry, dict) else ())
 
 
 def load_optimizer(

@@ -47,6 +47,7 @@ from elasticstate.state.values import (
     Captured,
     Values,
     dumps,
+    flat_bytes,
     is_array,
     split_by_kind,
 )
@@ -109,15 +110,8 @@ def _form(value: Array) -> tuple[str, tuple[int, ...]]:
 def _bytes(value: Array) -> Any:
     """Return the bytes of a value in C order, as ``uint8[n]`` on the CPU."""
     if isinstance(value, torch.Tensor):
-        return _flat(value.detach().cpu())
+        return flat_bytes(value.detach().cpu())
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-
-
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in C order, as ``uint8[n]`` on its device."""
-    plain = value.detach().resolve_conj().resolve_neg().contiguous()
-    real = torch.view_as_real(plain) if plain.is_complex() else plain
-    return real.reshape(-1).view(torch.uint8)
 
 
 def has_same_bytes(live: Array, stored: Array) -> bool:
@@ -125,7 +119,7 @@ def has_same_bytes(live: Array, stored: Array) -> bool:
     if _form(live) != _form(stored):
         return False
     if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
-        return torch.equal(_flat(live), _flat(stored).to(live.device))
+        return torch.equal(flat_bytes(live), flat_bytes(stored).to(live.device))
     return bool(np.array_equal(_bytes(live), _bytes(stored)))
 
 

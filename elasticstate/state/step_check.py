@@ -35,7 +35,7 @@ from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of, search
 from elasticstate.state.forgotten import Accumulation, Forgotten
-from elasticstate.state.values import Captured, Tree, is_array
+from elasticstate.state.values import Captured, Tree, flat_bytes, is_array
 
 _has_warned = False
 
@@ -388,5 +388,5 @@ def _local(value: Any) -> torch.Tensor:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    dense = tensor.cpu().contiguous().resolve_conj().resolve_neg()
-    return checksum(dense.reshape(-1).view(torch.uint8), 0, dense.nbytes)
+    content = flat_bytes(tensor.cpu())
+    return checksum(content, 0, len(content))

@@ -43,7 +43,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.quick_capture import QuickCapture
-from elasticstate.state.values import Captured, dumps, split_by_kind
+from elasticstate.state.values import Captured, dumps, flat_bytes, split_by_kind
 
 if TYPE_CHECKING:
     from elasticstate.state.base import State
@@ -150,8 +150,8 @@ class TickPlan:
         """Return the checksums of the summed tensors, of their whole content."""
         found = {}
         for name, tensor in self.summed.items():
-            dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
-            found[name] = checksum(dense.reshape(-1).view(torch.uint8), 0, dense.nbytes)
+            content = flat_bytes(tensor)
+            found[name] = checksum(content, 0, len(content))
         return found
 
     def to_copy(self, before: dict[str, int], now: dict[str, int]) -> list[str]:

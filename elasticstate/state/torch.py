@@ -29,7 +29,6 @@ from elasticstate.state.module_state import (
     flag_of,
     load_bare,
     load_module,
-    parameters_of,
     require_same_ties,
     requires_grad,
     running_statistics,
@@ -44,6 +43,8 @@ from elasticstate.state.optimizer_state import (
     decode_names,
     is_plain_optimizer,
     load_optimizer,
+    named_tensors,
+    owned_by,
     plain_groups,
 )
 from elasticstate.state.quick_capture import QuickCapture
@@ -193,7 +194,7 @@ class TorchState(State):
 
     def apply(self, values: Captured) -> None:
         self._check_names(values, TorchState.capture)
-        parameters = self._named_parameters()
+        parameters = named_tensors(self._owners())
         require_same_ties(parameters, values)
         parts = self._parts()
         here = _paths(parts)
@@ -250,13 +251,6 @@ class TorchState(State):
             if isinstance(value, torch.nn.Module | torch.Tensor)
         }
 
-    def _named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of all modules of the state, and its tensors, by their names in a commit."""
-        found: dict[str, torch.Tensor] = {}
-        for name, value in self._owners().items():
-            found.update(parameters_of(name, value) if isinstance(value, torch.nn.Module) else {name: value})
-        return found
-
     def _load_targets(self) -> Captured:
         """Leave out objects with iterators: ``state_dict()`` may begin to read, here perhaps before the first world."""
         if type(self).capture is not TorchState.capture:
@@ -271,9 +265,7 @@ class TorchState(State):
         found: set[int] = set()
         for value in self._parts().values():
             if is_plain_optimizer(value) and not is_captured(value):
-                found.update(id(p) for p in _parameters(value) if p.requires_grad)
-                for entry in value.state.values():
-                    found.update(map(id, entry.values() if isinstance(entry, dict) else ()))
+                found.update(owned_by(value))
         return found
 
     def _bytes_to_come(self) -> int | None:

@@ -121,6 +121,13 @@ def split_by_kind(
     return tensors, arrays, objects
 
 
+def flat_bytes(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense tensor in C order, as ``uint8[n]`` on its device."""
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.reshape(-1).view(torch.uint8)
+
+
 def load_value(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
     """Call ``write_into`` for a value by its name, unless ``target`` is loaded already."""
     if isinstance(values, Values) and values.is_loaded(name, target):
