@@ -90,7 +90,7 @@ class StoreFile:
 # --------------------------------------------------------------------------------------------------------------- sealed
 # Sealed content of one commit: its identity, and the checks that need only its bytes and the job's key.
 #
-# A copy has the content of the buffer, so it also has the seal of the buffer (see seals.py). The tag of the seal
+# A copy has the content of the buffer, so it also has the seal of the buffer (see commits.py). The tag of the seal
 # proves that a process of this job has written what a reader unpickles or parses.
 
 

@@ -31,8 +31,8 @@ from elasticstate.state.committer import Committer, StateJoinHook
 from elasticstate.state.divergence import Exclusions
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
-from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.session import Kinds
+from elasticstate.state.tick_record import QuickCapture
 from elasticstate.state.values import (
     CANNOT_BE_PICKLED,
     Captured,
@@ -227,7 +227,7 @@ class State(Joinable):
         return None
 
     def _quick_capture(self, captured: Captured) -> QuickCapture | None:
-        """Return a quicker way to repeat the capture ``captured``; None if there is none. See quick_capture.py."""
+        """Return a quicker way to repeat the capture ``captured``; None if there is none. See tick_record.py."""
         return None
 
     def _owned(self) -> Container[int]:

@@ -35,7 +35,6 @@ from elasticstate.log import logger
 from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
-from elasticstate.state.buffer import Buffer, CommitStorage, Growth, Incoming
 from elasticstate.state.layout import number_of
 from elasticstate.state.optimizer_state import bytes_to_come
 from elasticstate.state.peer import PeerReader, Peers
@@ -48,7 +47,7 @@ from elasticstate.state.session import (
     channel_between,
     compare_names,
 )
-from elasticstate.state.snapshot import LiveValues, Snapshot
+from elasticstate.state.snapshot import Buffer, CommitStorage, Growth, Incoming, LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Captured, Values
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import itertools
-import pickle
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import msgspec
-import torch
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.session import Channel
-from elasticstate.state.values import Leaf, Row, Tree, flat_bytes
+from elasticstate.state.values import Leaf, Row, Tree, comparable_bytes
 
 MAX_NAMES = 20  # maximum number of names in each rank's report
 
@@ -157,44 +153,4 @@ def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
         for i, item in enumerate(value):
             yield from _object_fingerprints(f"{path}.{i}", item)
     else:
-        yield path, hashlib.blake2b(_canonical(value), digest_size=8).hexdigest()
-
-
-def canonical(value: object) -> bytes | None:
-    """Pickle a value so that the bytes depend on the value alone, not on which parts are the same object.
-
-    Nor do they depend on the order of dicts: torch's optimizers have their keys in another order after a restore.
-
-    None: it cannot be pickled by reference, like lambdas and similar objects.
-    """
-    for fast in (True, False):  # the fast mode cannot pickle objects that contain themselves
-        with contextlib.suppress(Exception):
-            target = io.BytesIO()
-            pickler = _Pickler(target, protocol=5)
-            pickler.fast = fast
-            pickler.dump(value)
-            return target.getvalue()
-    return None
-
-
-def _canonical(value: object) -> bytes:
-    found = canonical(value)
-    return type(value).__qualname__.encode() if found is None else found  # objects that cannot be compared
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        """Sort sets, which have no order of their own, and dicts, except those that may contain themselves.
-
-        torch pickles a tensor in other bytes each time, so its content is taken.
-        """
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-            return "tensor", str(value.dtype), tuple(value.shape), flat_bytes(value.cpu()).numpy().tobytes()
-        if type(value) is dict and self.fast:
-            items = [(canonical(key), canonical(item)) for key, item in value.items()]
-            if any(part is None for item in items for part in item):
-                raise pickle.PicklingError("the dict contains an object that cannot be compared")
-            return "dict", sorted(items)
-        if type(value) in (set, frozenset):
-            return type(value).__name__, sorted(_canonical(item) for item in value)
-        return None
+        yield path, hashlib.blake2b(comparable_bytes(value), digest_size=8).hexdigest()

@@ -26,11 +26,10 @@ from elasticstate.durable.stored_copies import (
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.private import PlantedFileError
-from elasticstate.state.buffer import LENGTH_BYTES, Incoming
 from elasticstate.state.committer import Committer
 from elasticstate.state.reshard import StoredParts, frame_of
 from elasticstate.state.session import Channel, Session
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import LENGTH_BYTES, Incoming, Snapshot
 from elasticstate.state.values import Captured
 
 

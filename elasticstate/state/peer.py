@@ -25,8 +25,7 @@ from elasticstate._native import ControlPage
 from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
-from elasticstate.state.buffer import Buffer, Incoming, find_targets
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import Buffer, Incoming, Snapshot, find_targets
 from elasticstate.state.values import Captured, Values
 
 _LOOK_INTERVAL_S = 0.001

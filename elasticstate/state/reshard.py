@@ -32,7 +32,6 @@ from elasticstate.durable.parts import PartReader
 from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, StoredCopies
 from elasticstate.errors import CollectiveError, CopyError, StateDivergedError, StateError
 from elasticstate.log import logger
-from elasticstate.state.buffer import LENGTH_BYTES, Buffer, dtype_name
 from elasticstate.state.layout import (
     ALIGNMENT_BYTES,
     Entry,
@@ -43,6 +42,7 @@ from elasticstate.state.layout import (
     round_up,
     torch_dtype,
 )
+from elasticstate.state.snapshot import LENGTH_BYTES, Buffer, dtype_name
 from elasticstate.state.values import Values
 
 # -------------------------------------------------------------------------------------------------------------- regions

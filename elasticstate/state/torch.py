@@ -47,8 +47,8 @@ from elasticstate.state.optimizer_state import (
     owned_by,
     plain_groups,
 )
-from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.session import Kinds
+from elasticstate.state.tick_record import QuickCapture
 from elasticstate.state.values import (
     Captured,
     Parts,

@@ -25,7 +25,7 @@ from elasticstate.state.reshard import copy_ranges
 
 
 class AgentStorage:
-    """The two buffers of a slot (see :class:`elasticstate.state.buffer.CommitStorage`).
+    """The two buffers of a slot (see :class:`elasticstate.state.snapshot.CommitStorage`).
 
     ``get`` requests the files from the agent. ``ask`` sends another request and returns the answer. Raises what ``get``
     raises.

@@ -10,8 +10,7 @@ import torch
 from elasticstate.core.ids import CommitId
 from elasticstate.durable.stored_copies import copy_name
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
-from elasticstate.state.buffer import PrivateStorage
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import PrivateStorage, Snapshot
 
 
 def commit_of(values: dict[str, Any], private: bytes = b"random state") -> bytes:

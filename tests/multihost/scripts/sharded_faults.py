@@ -32,7 +32,7 @@ from elasticstate.core.types import CopyOf
 from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state import snapshot
 from elasticstate.state.base import committer_of
-from elasticstate.state.buffer import Buffer
+from elasticstate.state.snapshot import Buffer
 
 LONGEST_S = 30.0  # for another rank to seal
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elasticstate import TorchState
-from elasticstate.state import forgotten
+from elasticstate.state import step_check
 from elasticstate.state.base import committer_of
 from elasticstate.state.step_check import StepCheck
 from tests.kit.state import Member, World
@@ -21,7 +21,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgotten, "_has_warned", False)
+    monkeypatch.setattr(step_check, "_has_warned_of_gradients", False)
 
 
 def after_each_batch(batch: Callable[[], object], step: Callable[[], object], commit: Callable[[], object]) -> None:

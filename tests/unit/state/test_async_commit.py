@@ -19,8 +19,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import TorchState, async_commit
 from elasticstate.state.base import committer_of
-from elasticstate.state.buffer import PrivateStorage
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import PrivateStorage, Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.state import CommitStorage, Job, contents, found, note_of, parts
 

@@ -18,8 +18,7 @@ from elasticstate.options import COMMIT_DEVICE_MEMORY
 from elasticstate.state import async_commit
 from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
-from elasticstate.state.buffer import PrivateStorage
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import PrivateStorage, Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.state import CommitStorage, Job, found, note_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate import present_world
-from elasticstate.state import forgotten
+from elasticstate.state import step_check
 from elasticstate.worker import run
 
 BEGIN = """
@@ -40,7 +40,7 @@ def train(state):
 
 @pytest.fixture(autouse=True)
 def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgotten, "_warned", set())
+    monkeypatch.setattr(step_check, "_warned", set())
     monkeypatch.setattr(run, "_used", False)
     monkeypatch.setattr(run, "_loop", None)
     monkeypatch.setattr(present_world, "_present", None)

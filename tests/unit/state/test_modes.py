@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of
-from elasticstate.state.quick_capture import QuickCapture
+from elasticstate.state.tick_record import QuickCapture
 
 
 class Custom(torch.nn.Sequential):

@@ -180,7 +180,7 @@ def test_what_is_damaged_is_not_unpickled(file_storage: CommitStorage, monkeypat
     snapshot = Snapshot(file_storage())
     for buffer in (snapshot._newer, snapshot._older):
         damage(storage.files[buffer.index], buffer.frame.objects + 3)
-    monkeypatch.setattr("elasticstate.state.buffer.pickle.loads", lambda _: pytest.fail("unpickled"))
+    monkeypatch.setattr("elasticstate.state.snapshot.pickle.loads", lambda _: pytest.fail("unpickled"))
     with pytest.raises(StateError, match="Both commits of this worker are damaged"):
         snapshot.load_into({})
     with pytest.raises(StateError, match="is not held"):

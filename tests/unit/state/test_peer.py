@@ -13,9 +13,8 @@ import torch
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import peer, rng
-from elasticstate.state.buffer import PrivateStorage
 from elasticstate.state.peer import PeerReader, PeerStorage
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import PrivateStorage, Snapshot
 
 Storage = Callable[..., Any]
 COMMIT = CommitId(3, 7)
