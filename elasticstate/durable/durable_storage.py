@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -17,11 +18,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITTEN = re.compile(r"part-\d+\.[a-z]+|manifest\.json(\.new)?")  # all names of files in copies
 
 
-class OpenFile(Protocol):
-    """A file that is open for reading."""
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``offset`` on, fewer at the end of the file."""
+ReadAt = Callable[[int, int], bytes]
+"""Returns bytes of an open file at (offset, size), fewer at the end of the file."""
 
 
 class DurableStorage(Protocol):
@@ -33,7 +31,7 @@ class DurableStorage(Protocol):
     def sizes(self, folder: str) -> dict[str, int]:
         """Return names and sizes of the files in a folder."""
 
-    def open(self, folder: str, name: str) -> AbstractContextManager[OpenFile]: ...
+    def open(self, folder: str, name: str) -> AbstractContextManager[ReadAt]: ...
 
     def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
         """Write a file, which is durable after the return. Create the folder if it does not exist."""
@@ -188,8 +186,8 @@ class Directory:
         return self._files.sizes(f"{self._path}/{folder}")
 
     @contextmanager
-    def open(self, folder: str, name: str) -> Iterator[OpenFile]:
-        yield _DirectorySource(self._files, f"{self._path}/{folder}/{name}")
+    def open(self, folder: str, name: str) -> Iterator[ReadAt]:
+        yield functools.partial(self._files.read_at, f"{self._path}/{folder}/{name}")
 
     def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
         self._make(folder)
@@ -224,15 +222,6 @@ class Directory:
         self._files.remove_directory(path)
 
 
-class _DirectorySource:
-    def __init__(self, files: Files, path: str) -> None:
-        self._files = files
-        self._path = path
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        return self._files.read_at(self._path, offset, size)
-
-
 _BLOCK_BYTES = 16 << 20  # of one request; S3 allows 10,000 parts of a file
 
 
@@ -265,9 +254,15 @@ class UrlStorage:
         return [entry for entry in found if entry["name"].rstrip("/") != path]
 
     @contextmanager
-    def open(self, folder: str, name: str) -> Iterator[OpenFile]:
+    def open(self, folder: str, name: str) -> Iterator[ReadAt]:
         with self._system.open(f"{self._root}/{folder}/{name}", "rb", block_size=_BLOCK_BYTES) as file:
-            yield _UrlSource(file)
+
+            def read_at(offset: int, size: int) -> bytes:
+                file.seek(offset)
+                data: bytes = file.read(size)
+                return data
+
+            yield read_at
 
     def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
         path = f"{self._root}/{folder}/{name}"
@@ -288,16 +283,6 @@ class UrlStorage:
         with suppress(FileNotFoundError):
             self._system.rm_file(f"{path}/{first}")
         self._system.rm(path, recursive=True)
-
-
-class _UrlSource:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        self._file.seek(offset)
-        data: bytes = self._file.read(size)
-        return data
 
 
 def _name(entry: dict[str, Any]) -> str:

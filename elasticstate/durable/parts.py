@@ -103,9 +103,17 @@ def write_part(
     found = cut(commit)
 
     def write(name: str, chunks: Iterable[Chunk]) -> File:
-        counted = _Counted(chunks, progress)
-        storage.write(folder, f"part-{number}.{name}", counted)
-        return File(f"part-{number}.{name}", counted.bytes, counted.crc32c)
+        size = checksum = 0
+
+        def counted() -> Iterator[Chunk]:
+            nonlocal size, checksum
+            for chunk in chunks:
+                yield chunk
+                size, checksum = size + len(chunk), crc32c(chunk, checksum)
+                progress(len(chunk))
+
+        storage.write(folder, f"part-{number}.{name}", counted())
+        return File(f"part-{number}.{name}", size, checksum)
 
     ranges = [(found.tensors, found.objects), *found.tied]
     return Part(
@@ -124,22 +132,6 @@ def _chunks(data: memoryview, ranges: Iterable[tuple[int, int]]) -> Iterator[mem
     for begin, end in ranges:
         for at in range(begin, end, BLOCK_BYTES):
             yield data[at : min(end, at + BLOCK_BYTES)]
-
-
-class _Counted:
-    """Chunks that pass through, with their total size and checksum."""
-
-    def __init__(self, chunks: Iterable[Chunk], progress: Callable[[int], None]) -> None:
-        self._chunks = chunks
-        self._progress = progress
-        self.bytes = self.crc32c = 0
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for chunk in self._chunks:
-            yield chunk
-            self.bytes += len(chunk)
-            self.crc32c = crc32c(chunk, self.crc32c)
-            self._progress(len(chunk))
 
 
 Ranges = Sequence[tuple[int, memoryview]]

@@ -189,6 +189,8 @@ def read_manifest(storage: DurableStorage, name: str) -> Manifest:
         manifest = decode_manifest(_read_description(storage, name, MANIFEST, sizes))
     except PlantedFileError as error:
         raise UntrustedCopyError(str(error)) from None
+    except FileNotFoundError as error:  # another process removes it at the same time
+        raise IncompleteCopyError(str(error)) from None
     _check_parts(manifest.parts, sizes)
     return manifest
 
@@ -196,23 +198,8 @@ def read_manifest(storage: DurableStorage, name: str) -> Manifest:
 def _read_description(storage: DurableStorage, folder: str, name: str, sizes: Mapping[str, int]) -> bytes:
     if sizes[name] > _MOST_DESCRIPTION_BYTES:
         raise DamagedCopyError(f"{name} has {sizes[name]} bytes, more than {_MOST_DESCRIPTION_BYTES}")
-    with storage.open(folder, name) as source:
-        return source.read_at(0, sizes[name])
-
-
-def complete_copies(storage: DurableStorage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
-    """Yield each copy, in this order, with its manifest, or with the reason why it cannot be used."""
-    for name in names:
-        yield name, _manifest_or_error(storage, name)
-
-
-def _manifest_or_error(storage: DurableStorage, name: str) -> Manifest | DamagedCopyError:
-    try:
-        return read_manifest(storage, name)
-    except FileNotFoundError as error:  # another process removes it at the same time
-        return IncompleteCopyError(str(error))
-    except DamagedCopyError as error:
-        return error
+    with storage.open(folder, name) as read_at:
+        return read_at(0, sizes[name])
 
 
 def remove_incomplete(storage: DurableStorage, first: str, end: str) -> None:
@@ -226,13 +213,22 @@ def remove_incomplete(storage: DurableStorage, first: str, end: str) -> None:
 def remove_old(storage: DurableStorage, keep: int, newest: str) -> None:
     """Remove all own copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
     kept = 0
-    for name, found in complete_copies(storage, [name for name in copy_names(storage) if name <= newest]):
-        if isinstance(found, UntrustedCopyError):
-            continue
-        if isinstance(found, Manifest) and kept < keep:
-            kept += 1
-        elif kept:
-            storage.remove(name, MANIFEST)
+    for name in [name for name in copy_names(storage) if name <= newest]:
+        with suppress(UntrustedCopyError):
+            if _is_complete(storage, name) and kept < keep:
+                kept += 1
+            elif kept:
+                storage.remove(name, MANIFEST)
+
+
+def _is_complete(storage: DurableStorage, name: str) -> bool:
+    try:
+        read_manifest(storage, name)
+    except UntrustedCopyError:
+        raise
+    except DamagedCopyError:
+        return False
+    return True
 
 
 def crc32c(data: Any, before: int = 0) -> int:
@@ -320,10 +316,7 @@ class StoredCopies:
 
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a complete copy. Raises DamagedCopyError if the copy is not complete."""
-        _, found = self._call(lambda: next(complete_copies(self._storage, [name])))
-        if isinstance(found, DamagedCopyError):
-            raise found
-        return found
+        return self._call(lambda: read_manifest(self._storage, name))
 
     def file(self, name: str, file: File) -> bytes:
         """Return the content of a file. Raises DamagedCopyError if its checksum is wrong."""
@@ -350,10 +343,10 @@ class StoredCopies:
         """Yield blocks of the data of the tensors, with their numbers. Raises DamagedCopyError as ``data`` does."""
 
         def blocks() -> Iterator[tuple[int, bytes]]:
-            with self._storage.open(name, part.tensors.name) as source:
+            with self._storage.open(name, part.tensors.name) as read_at:
                 for index in wanted:
                     at = index * BLOCK_BYTES
-                    yield index, source.read_at(part.data_at + at, min(BLOCK_BYTES, part.data_bytes - at))
+                    yield index, read_at(part.data_at + at, min(BLOCK_BYTES, part.data_bytes - at))
 
         for index, block in self._in_thread(blocks):
             if crc32c(block) != part.blocks_crc32c[index]:
@@ -364,9 +357,9 @@ class StoredCopies:
         """Yield a range of a file in chunks, fewer bytes if the file ends before."""
 
         def chunks() -> Iterator[bytes]:
-            with self._storage.open(name, file) as source:
+            with self._storage.open(name, file) as read_at:
                 for at in range(offset, offset + size, BLOCK_BYTES):
-                    yield source.read_at(at, min(BLOCK_BYTES, offset + size - at))
+                    yield read_at(at, min(BLOCK_BYTES, offset + size - at))
 
         return self._in_thread(chunks)
 

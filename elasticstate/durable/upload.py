@@ -154,7 +154,7 @@ def _lost(storage: DurableStorage, order: UploadOrder) -> str:
         if name not in copy_names(storage):
             return f"{name} is missing"
         read_manifest(storage, name)
-    except (DamagedCopyError, FileNotFoundError) as error:
+    except DamagedCopyError as error:
         return f"{name}: {error}"
     return ""
 

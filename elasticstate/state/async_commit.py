@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -37,44 +37,12 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 
 
-class Mark(Protocol):
-    """A position in a copy stream. It is passed when all earlier copies are complete."""
-
-    def wait(self) -> None:
-        """Block this thread, without the GIL, until the mark is passed. Safe on any thread. Raises device errors."""
-
-    def hold_back(self) -> None:
-        """Delay the device work that training submits from now on, on this thread, until the mark is passed."""
-
-
-class CopyStream(Protocol):
-    """Ordered copies from one device. Only the training thread uses it."""
-
-    def pin(self, memory: torch.Tensor) -> None:
-        """Register ``memory`` so that the device copies directly to it, at full speed and asynchronously."""
-
-    def unpin(self, memory: torch.Tensor) -> None:
-        """Undo ``pin`` before ``memory`` is released."""
-
-    def begin(self) -> None:
-        """Delay the following copies until the device completes all work that training has submitted so far."""
-
-    def copy(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Queue copies of device tensors to places of the same shapes and dtypes in pinned memory."""
-
-    def mark(self) -> Mark:
-        """Return a mark after all copies queued so far."""
-
-    def copy_back(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
-        """Copy from pinned memory to device tensors, after all submitted training work. Return after the copies."""
-
-
 CopyStreamOf: TypeAlias = Callable[[torch.device], "CopyStream | None"]
 
 
 def copy_stream_of(device: torch.device) -> CopyStream | None:
     """Return the copy stream of a device; None if torch or native code copies its tensors synchronously."""
-    return _cuda_copy_stream(device) if device.type == "cuda" and torch_tensors.has_versions() else None
+    return _copy_stream(device) if device.type == "cuda" and torch_tensors.has_versions() else None
 
 
 def has_copy_stream(copy_stream_of: CopyStreamOf) -> Callable[[torch.Tensor], bool]:
@@ -84,12 +52,12 @@ def has_copy_stream(copy_stream_of: CopyStreamOf) -> Callable[[torch.Tensor], bo
 
 
 @functools.cache
-def _cuda_copy_stream(device: torch.device) -> CudaCopyStream:
-    return CudaCopyStream(device)
+def _copy_stream(device: torch.device) -> CopyStream:
+    return CopyStream(device)
 
 
-class CudaCopyStream:
-    """A CUDA stream separate from those of the training."""
+class CopyStream:
+    """Ordered copies from one device, on a CUDA stream of their own. Only the training thread uses this object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,7 +65,10 @@ class CudaCopyStream:
         self._pinned: set[int] = set()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Register ``memory`` with CUDA. If that fails, log a warning once, and copy slower while training waits."""
+        """Register ``memory`` so that the device copies directly to it, at full speed and asynchronously.
+
+        If that fails, log a warning once, and copy slower while training waits.
+        """
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
             result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
@@ -119,6 +90,7 @@ class CudaCopyStream:
             torch.empty(1, device=self._device).fill_(1)
 
     def unpin(self, memory: torch.Tensor) -> None:
+        """Undo ``pin`` before ``memory`` is released."""
         if memory.data_ptr() in self._pinned:
             self._pinned.remove(memory.data_ptr())
             result = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
@@ -126,35 +98,43 @@ class CudaCopyStream:
                 self._forget_error()
 
     def begin(self) -> None:
+        """Delay the following copies until the device completes all work that training has submitted so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queue copies of device tensors to places of the same shapes and dtypes in pinned memory."""
         with torch.no_grad(), torch.cuda.stream(self._stream):
             torch_tensors.copy_all(places, sources, non_blocking=True)
 
     def mark(self) -> Mark:
+        """Return a mark after all copies queued so far."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: a waiting thread sleeps
         event.record(self._stream)
-        return _CudaMark(self._device, event)
+        return Mark(self._device, event)
 
     def copy_back(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+        """Copy from pinned memory to device tensors, after all submitted training work. Return after the copies."""
         stream = torch.cuda.current_stream(self._device)
         with torch.no_grad(), torch.cuda.stream(stream):
             torch_tensors.copy_all(targets, places, non_blocking=True)
         stream.synchronize()
 
 
-class _CudaMark:
+class Mark:
+    """A position in a copy stream. It is passed when all earlier copies are complete."""
+
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device = device
         self._event = event
 
     def wait(self) -> None:
+        """Block this thread, without the GIL, until the mark is passed. Safe on any thread. Raises device errors."""
         # A thread that is new to CUDA would take memory on the first device.
         with torch.cuda.device(self._device), _beside_captures():
             self._event.synchronize()
 
     def hold_back(self) -> None:
+        """Delay the device work that training submits from now on, on this thread, until the mark is passed."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
