@@ -43,9 +43,6 @@ from elasticstate import processes
 from elasticstate.options import agent_variable
 from elasticstate.private import is_private, is_still, open_directory, open_file, read_file, write_file
 
-# -------------------------------------------------------------------------------------------------------------- commits
-
-
 ID_FILE = "id"
 """Name of a file in the job's directory, with the unique id of the job that has the directory now."""
 

@@ -182,7 +182,7 @@ class Service:
         self._storage = HostStorage(commits, job.spec.job_id, launch.host, job.log)
         self._copies = self._open_copies()
         supervisor.copy_figures = self._copies.figures
-        self._supply = Supply(job, self._storage, self._copies)
+        self._supply = Supply(job, self._storage, self._copies.store)
         self._allocator = StorageAllocator(
             self._storage,
             launch.host,
@@ -459,7 +459,7 @@ class Service:
                 store_joined=self._stores.joined,
                 previous=tuple((slot, previous) for slot, _, previous in found if previous is not None),
                 attached=self._attached,
-                kept=tuple(self._copies.kept()),
+                kept=tuple(self._copies.store.kept()),
                 copies_address=self._copies.address,
             )
         )

@@ -18,7 +18,7 @@ from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket, WorkerConnection
-from elasticstate.replicas.pusher import HostReplicas
+from elasticstate.replicas.store import ReplicaStore
 from elasticstate.threads import in_thread
 
 _REMEDY = (
@@ -33,7 +33,7 @@ _LOOK_INTERVAL_S = 0.25
 class Supply:
     """Gives workers their files."""
 
-    def __init__(self, job: HostJob, storage: HostStorage, copies: HostReplicas) -> None:
+    def __init__(self, job: HostJob, storage: HostStorage, copies: ReplicaStore) -> None:
         self._job = job
         self._storage = storage
         self._copies = copies

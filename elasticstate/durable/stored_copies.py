@@ -276,10 +276,6 @@ def failure_of(error: BaseException) -> tuple[str, str]:
     return STORAGE, reason if isinstance(error, OSError) else f"{type(error).__name__}: {reason}"
 
 
-# --------------------------------------------------------------------------------------------------------------- reader
-# Reading of copies: the search for the newest complete one, and the bytes of its parts, verified.
-
-
 T = TypeVar("T")
 _LOOK_INTERVAL_S = 0.1
 _AHEAD = 2  # chunks that are read ahead

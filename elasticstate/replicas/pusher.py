@@ -339,10 +339,6 @@ class Pusher:
             connection.receive(wire.ReplicaComplete)
 
 
-# -------------------------------------------------------------------------------------------------------------- service
-# The agent's part of the copies: store, server and pusher of one host.
-
-
 class HostReplicas:
     """The copies of one host. Methods return at once, except the constructor (files in memory) and ``close``."""
 
@@ -427,24 +423,12 @@ class HostReplicas:
             begun = self._threads.submit(self.store.forget, before, besides)
             self._forgetting = [*(other for other in self._forgetting if not other.done()), begun]
 
-    def kept(self) -> list[tuple[SlotId, CommitId]]:
-        """Return slot and commit of each kept copy, of this host's slots and of others."""
-        return self.store.kept()
-
     def open(self, slot: SlotId, commit: CommitId) -> Source:
         """Open a copy on this host whose checksum is correct: a kept one, or a buffer. Close it. Raises CopyError.
 
         Blocks while the copy is verified.
         """
         return self._library.open_verified(slot, commit, self._library.is_open)
-
-    def share(self, slot: SlotId, commit: CommitId) -> tuple[int, tuple[int, int, int]] | None:
-        """Return a new descriptor of a kept copy and the identity of its bytes: see ``ReplicaStore.share``."""
-        return self.store.share(slot, commit)
-
-    def move_to(self, directory: int) -> None:
-        """Make new copies in another commit directory, because the present one has lost its name. Raises OSError."""
-        self.store.move_to(directory)
 
     def close(self) -> None:
         """Close the port, end all threads, and leave the copies to the next agent of this host. Blocks."""

@@ -20,7 +20,7 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.net.names import LocalPeers
 from elasticstate.replicas import wire
-from elasticstate.replicas.store import ReplicaStore, SlotBuffers, Source
+from elasticstate.replicas.store import GoOn, ReplicaStore, SlotBuffers, Source
 from elasticstate.replicas.wire import ANSWER_BYTES, MAGIC, Wire
 
 MAX_UNAUTHENTICATED = 64
@@ -185,14 +185,9 @@ class ReplicaServer:
             self._log(f"the copy server refused {stranger.peer}: {reason} (refusal {self._refusals})")
 
 
-# -------------------------------------------------------------------------------------------------------------- library
-# All copies that one host can serve: the buffers of its slots, and the kept copies of its store.
-
-
 Notify = Callable[[SlotId, CommitId], None]
 NotifyDropped = Callable[[str, SlotId, CommitId, str], None]
 """Called with the host that has no copy, the slot, the commit, and the reason."""
-GoOn = Callable[[], bool]
 
 _LOOK_INTERVAL_S = 0.5
 _TRUST_S = 10.0  # without a read; afterwards, a copy is verified again
@@ -311,10 +306,6 @@ class Library:
 
 def _content_of(source: Source) -> _Content:
     return source.sealed.slot, source.sealed.commit, source.is_fixed, source.sealed.content
-
-
-# ----------------------------------------------------------------------------------------------------------- connection
-# Serving of one authenticated connection: the requests of a worker or an agent of the job, one after the other.
 
 
 _SIGN_INTERVAL_S = 0.5

@@ -32,18 +32,18 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
 
-# Files of the copy store: mapped, with all their blocks, and used again for later copies.
-#
-# A new file costs more than its content: the kernel allocates and clears each page. So the store keeps the file of a
-# copy that is not needed any more, with its mapping, for the next copy. This is no more memory than a replication
-# needs in any case, because the previous copy stays until the next one is complete.
-
-
+GoOn = Callable[[], bool]
+"""Returns False when a long operation should end, with CopyError."""
 _ALLOCATE_BYTES = 64 << 20  # one step of an allocation: a store that closes waits for one step
 
 
 class StoreFile:
-    """One file and its mapping. The lock of the store protects ``name``, ``readers`` and ``is_shared``."""
+    """A file of the store and its mapping. The lock of the store protects ``name``, ``readers`` and ``is_shared``.
+
+    A new file costs more than its content: the kernel allocates and clears each page. So the store keeps the file of a
+    copy that is not needed any more, with its mapping, for the next copy. This is no more memory than a replication
+    needs in any case, because the previous copy stays until the next one is complete.
+    """
 
     def __init__(self, name: str, fd: int) -> None:
         """Take ownership of the descriptor."""
@@ -62,7 +62,7 @@ class StoreFile:
         self._mapped = None
         os.close(self.fd)
 
-    def reserve(self, length: int, size_bytes: int, go_on: Callable[[], bool]) -> None:
+    def reserve(self, length: int, size_bytes: int, go_on: GoOn) -> None:
         """Give the file this size, with all blocks of the first ``length`` bytes; the rest is never written.
 
         Raises OSError, or CopyError when ``go_on`` returns False.
@@ -151,17 +151,14 @@ def check_authentic(sealed: Sealed, owner: bytes, key: bytes, header: bytes, rea
         raise CopyError(f"{sealed}: no process of this job has written this content")
 
 
-# ------------------------------------------------------------------------------------------------------------- incoming
-# A copy that is being made or received. It is not visible until it is complete and its checksum is correct.
-
-
 _LOOK_INTERVAL_S = 0.5
-
-GoOn = Callable[[], bool]
 
 
 class IncomingReplica:
-    """The first ``offset`` bytes of a copy. One thread at a time owns it: only the owner writes to its memory."""
+    """The first ``offset`` bytes of a copy, which is not visible until it is complete and its checksum is correct.
+
+    One thread at a time owns it: only the owner writes to its memory.
+    """
 
     def __init__(self, sealed: Sealed, size_bytes: int, file: StoreFile) -> None:
         self.sealed, self.size_bytes, self.file = sealed, size_bytes, file
@@ -234,10 +231,6 @@ class IncomingReplica:
         return self.offset == self.sealed.length and self._found == self.sealed.checksum
 
 
-# --------------------------------------------------------------------------------------------------------------- source
-# Readable copies of commits: the buffers of this host's slots, and files of the store.
-
-
 VERIFY_BYTES = 64 << 20  # one step of a verification: a server that closes waits for one step
 
 
@@ -269,11 +262,6 @@ class Source:
         self._release = release
         self._is_unchanged = is_unchanged
 
-    @property
-    def place(self) -> tuple[SlotId, int]:
-        """The slot and the index of the buffer."""
-        return self.sealed.slot, self.sealed.index
-
     def close(self) -> None:
         self.memory = None
         self._release()
@@ -303,7 +291,7 @@ class Source:
         """Return the CRC-32C of bytes, continued from ``start``, without the GIL."""
         return checksum(self.memory, begin, end, start)
 
-    def is_intact(self, go_on: Callable[[], bool]) -> bool:
+    def is_intact(self, go_on: GoOn) -> bool:
         """Return True if the checksum of the seal is correct. Raises CopyError when ``go_on`` returns False."""
         found = 0
         for at in range(0, self.sealed.length, VERIFY_BYTES):

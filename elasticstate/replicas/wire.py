@@ -196,9 +196,6 @@ class Wire:
         other = b"client" if role == b"server" else b"server"
         self._sent, self._received = _Frames(self._key, role), _Frames(self._key, other)
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
     def close(self) -> None:
         self.socket.close()
 

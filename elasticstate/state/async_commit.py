@@ -29,10 +29,6 @@ from elasticstate.compat import torch_tensors
 from elasticstate.compat.torch_tensors import version_of
 from elasticstate.log import logger
 
-# ---------------------------------------------------------------------------------------------------------- copy stream
-# Copies between a device and the memory of commits, which run while the device trains.
-
-
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 
@@ -169,9 +165,6 @@ def _warn_once(warning: str) -> None:
 
 def _error_text(result: object) -> str:
     return str(torch.cuda.cudart().cudaGetErrorString(result))  # type: ignore[no-untyped-call]
-
-
-# --------------------------------------------------------------------------------------------------------- async commit
 
 
 CHUNK_BYTES = 64 << 20  # size between two marks: the checksum of one chunk is computed while the next chunks are copied

@@ -104,15 +104,12 @@ def _fits(live: object, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return dtensors.is_dtensor(live) or live.is_contiguous()
 
 
-# --------------------------------------------------------------------------------------------------- attached optimizer
-# An optimizer with torch's own ``state_dict`` methods, as an attached value.
-#
-# Its state is named by the parameters, not by their positions. ``get_optimizer_state_dict`` of
-# torch.distributed.checkpoint is not used: for an optimizer without state it runs a step.
-
-
 class AttachedOptimizer:
-    """An optimizer of parameters of attached modules."""
+    """An optimizer of parameters of attached modules, with torch's own ``state_dict`` methods.
+
+    Its state is named by the parameters, not by their positions. ``get_optimizer_state_dict`` of
+    torch.distributed.checkpoint is not used: for an optimizer without state it runs a step.
+    """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name = name

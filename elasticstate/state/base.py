@@ -129,9 +129,6 @@ def contained_in(values: Mapping[str, object]) -> Contained:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------- base
-
-
 _CALL_S = 1e-6  # time of a call of commit() that does not save
 
 

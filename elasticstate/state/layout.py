@@ -171,9 +171,6 @@ def view(memory: torch.Tensor, entry: Entry, begin: int) -> Any:
     return np.ndarray(entry.shape, np.dtype(entry.dtype), flat.numpy())
 
 
-# --------------------------------------------------------------------------------------------------------- the header
-
-
 class Header:
     """Header of a layout. Everything except the size of its last part is computed once."""
 

@@ -336,10 +336,6 @@ def home_of(module: torch.nn.Module, device_type: str) -> torch.device:
     return torch.device(device_type)
 
 
-# --------------------------------------------------------------------------------------------------- running statistics
-# Running statistics: buffers of a module that differ by rank by design.
-
-
 def running_statistics(name: str, module: torch.nn.Module) -> Iterator[str]:
     """Yield the names of the buffers that a forward pass updates from this rank's batch alone.
 

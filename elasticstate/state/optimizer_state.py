@@ -245,10 +245,6 @@ def _has_leaf(value: object) -> bool:
     return isinstance(value, Leaf)
 
 
-# ---------------------------------------------------------------------------------------------------------- first steps
-# Memory that commits will need once optimizers have made their first steps: before, most of them have no state.
-
-
 # Tensors of an optimizer of torch.optim that are as large as the parameter, by the name of its class.
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "ASGD": lambda _: 1,

@@ -222,10 +222,6 @@ def staged(
     return list(runs(item, content, extent, (0,) * len(extent))), (target, value)
 
 
-# --------------------------------------------------------------------------------------------------------------- shards
-# Shards: the part of each attached tensor that one worker holds, and the access to copies that hold other parts.
-
-
 class CopyReader(Protocol):
     """Access to the copies in the memory of all hosts. All methods raise CopyError if a copy is gone, or damaged.
 
@@ -329,9 +325,6 @@ def digest_of(pieces: Iterable[tuple[str, Piece]]) -> int:
         for name, piece in pieces
     )
     return number_of(forms) or 1
-
-
-# -------------------------------------------------------------------------------------------------------------- reshard
 
 
 RANGES = 4096  # of one request
@@ -637,14 +630,6 @@ def _described(name: str, regions: Sequence[Region]) -> str:
     return f"{name}{places}"
 
 
-# -------------------------------------------------------------------------------------------------------- reshard check
-# Comparison of attached values after a reshard with the commit that they come from: for ``--verify-sync``.
-#
-# Each tensor gets a sum over its elements, of a mix of the element's bits with its position in the whole tensor. The
-# sum does not depend on how the tensor is cut, so the parts of the commit and those of this world have the same one.
-# The parts of the commit are divided among the ranks, which read them once more. No rank makes a tensor whole.
-
-
 _ELEMENTS = 1 << 20  # that are summed at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd numbers: those of XXH64
@@ -657,7 +642,11 @@ _Measured = tuple[PartPlace, int]
 def check_reshard(
     copies: CommitCopies, pieces: Mapping[str, Piece], rank: int, size: int, exchange: Callable[[bytes], list[bytes]]
 ) -> None:
-    """Compare the tensors of all ranks with those of the commit. All ranks of the world call it.
+    """Compare the tensors of all ranks with those of the commit, for ``--verify-sync``. All ranks of the world call it.
+
+    Each tensor gets a sum over its elements, of a mix of the element's bits with its position in the whole tensor. The
+    sum does not depend on how the tensor is cut, so the parts of the commit and those of this world have the same one.
+    The parts of the commit are divided among the ranks, which read them once more. No rank makes a tensor whole.
 
     Args:
         pieces: the tensors of this rank by name, after the reshard.
@@ -742,10 +731,6 @@ def _positions(sizes: Iterable[int], shape: tuple[int, ...], offsets: tuple[int,
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- own commit
-# This worker's own commit as a copy of the commit line: its shards are read from its memory, and not by its agent.
-
-
 _HERE = SlotId("this worker", 0)
 
 
@@ -783,10 +768,6 @@ class _OwnCommit:
 
     def read_into(self, _: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
         copy_ranges(self._buffer.memory, ranges)
-
-
-# -------------------------------------------------------------------------------------------------------- durable parts
-# StoredParts: the parts of a durable copy of a sharded state, as copies of a commit that a world starts from.
 
 
 class StoredParts:

@@ -13,10 +13,6 @@ from elasticstate import present_world
 from elasticstate._native import permute
 from elasticstate.errors import NotInWorldError, UsageError
 
-# ---------------------------------------------------------------------------------------------------------------- order
-# The order of an epoch's samples. It is computed by position, so it needs no memory for any number of samples.
-
-
 MOST_SEEDS = 1 << 64
 
 
@@ -37,6 +33,8 @@ def note_commit() -> None:
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order of range(n) for each epoch: random, drawn from seed and epoch, or from first to last.
+
+    It is computed by position, so it needs no memory for any number of samples.
 
     Raises UsageError if ``seed`` is not between 0 and 2**64 - 1.
     """
@@ -199,9 +197,6 @@ def world_generation() -> int:
         return present_world.generation()
     except NotInWorldError:
         return 0
-
-
-# -------------------------------------------------------------------------------------------------------------- sampler
 
 
 _CHUNK = 4096  # indices turned into Python integers at a time

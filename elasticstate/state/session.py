@@ -217,10 +217,6 @@ class SoloSession(Session):
             self._saves = held.newest.tick
 
 
-# -------------------------------------------------------------------------------------------------------------- channel
-# Collectives for the state: broadcasts from one rank of a group, and gathers among all ranks.
-
-
 CHUNK_BYTES = 1 << 30  # size of one broadcast, because the timeout of a process group applies to each collective
 FIRST_BYTES = 1 << 15  # of a message travel with its length: a collective costs more than these bytes
 _LENGTH_BYTES = 8
@@ -293,10 +289,6 @@ def channel_between(session: Session, root: int, lacking: Sequence[int]) -> Chan
 def taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks of a sync, ascending."""
     return tuple(sorted({root, *lacking}))
-
-
-# ---------------------------------------------------------------------------------------------------------- value names
-# Comparison of the value names of the root with those of the ranks that need the root's state, before a sync.
 
 
 def compare_names(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:

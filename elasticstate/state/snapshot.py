@@ -64,9 +64,6 @@ from elasticstate.state.values import (
     split_by_kind,
 )
 
-# -------------------------------------------------------------------------------------------------------------- storage
-# Commit storage: the memory that holds the two buffers of a snapshot.
-
 
 class CommitStorage(Protocol):
     """Two buffers, and the control page with their seals."""
@@ -117,10 +114,6 @@ class PrivateStorage:
         self._buffers[index] = torch.empty(0, dtype=torch.uint8)  # release the old memory before taking more
         self._buffers[index] = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
         return self._buffers[index]
-
-
-# ----------------------------------------------------------------------------------------------------------------- plan
-# Plan: the mapping from live tensors to a buffer. It is checked at each commit, and rebuilt after any change.
 
 
 Tensor = torch.Tensor
@@ -318,9 +311,6 @@ def check_dense(name: str, tensor: Tensor) -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- buffer
-
-
 _LOOK_INTERVAL_S = 0.0005
 
 GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: avoid a new buffer for that
@@ -513,10 +503,6 @@ class Growth:
         self._thread.join()
 
 
-# -------------------------------------------------------------------------------------------------------------- loading
-# Loading: a commit's bytes go straight into the live tensors and arrays that they fit.
-
-
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Live tensors and arrays that a commit's bytes fit without a conversion."""
@@ -618,9 +604,6 @@ def _device_address(tensor: torch.Tensor) -> int | None:
         for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d))
     )
     return tensor.data_ptr() if is_dense and not tensor.is_conj() and not tensor.is_neg() else None
-
-
-# ------------------------------------------------------------------------------------------------------------ snapshot
 
 
 class LiveValues:

@@ -347,9 +347,6 @@ class _Content:
         return any(_has_rates_of(groups, optimizer) for groups in self._groups)
 
 
-# ----------------------------------------------------------------------------------------------------------- helpers
-
-
 def _kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 

@@ -215,10 +215,6 @@ class _Modes:
         }
 
 
-# ------------------------------------------------------------------------------------------------------------ tick plan
-# Which tensors of a state are copied at each tick, and what is known of the others.
-
-
 LARGE_BYTES = 1 << 18
 """A larger tensor that cannot be watched is not copied before it was seen to change."""
 MAX_BYTES = 8 << 20
@@ -375,9 +371,6 @@ _COPIED_FEATURES: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 def _features(tensors: list[torch.Tensor]) -> list[object]:
     return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()) for t in tensors]
-
-
-# ---------------------------------------------------------------------------------------------------------- tick record
 
 
 MAX_SHARE = 0.05
@@ -578,8 +571,6 @@ class TickRecords:
             return f"state.{changed[0]} has changed"
         return ""
 
-
-# ------------------------------------------------------------------------------------------- writes without a version
 
 _steps_begun = 0
 _hooks: list[Any] = []

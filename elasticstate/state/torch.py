@@ -307,9 +307,6 @@ class TorchState(State):
                 parameter.grad = None
 
 
-# ------------------------------------------------------------------------------------------------- kinds of objects
-
-
 def _paths(parts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the paths in each value that consists of several objects."""
     found: dict[str, tuple[str, ...]] = {}

@@ -177,8 +177,6 @@ def alike(target: Array, value: Array) -> bool:
     return target.shape == value.shape and target.dtype == value.dtype
 
 
-# ----------------------------------------------------------------------------------------------------------- objects
-
 CANNOT_BE_PICKLED = (TypeError, pickle.PicklingError)
 """Errors of pickle itself, which have no line of the script."""
 

@@ -113,7 +113,7 @@ def test_a_target_that_is_killed_during_a_push_gets_the_copy_later(stack: ExitSt
     first.kill()
     assert not list((tmp_path / "b" / "copies").glob("*.seal")), "an incomplete copy is no copy"
     b = stack.enter_context(Host("b", tmp_path))
-    assert (b.copies.kept(), b.files()) == ([], [])
+    assert (b.copies.store.kept(), b.files()) == ([], [])
     proxy.lead_to(b.address)
     gate.opened.set()
     assert b.report() == ("kept", SLOT, C1)
@@ -141,9 +141,9 @@ def test_a_source_that_is_killed_during_a_push_leaves_an_agent_that_continues(st
     gate.opened.set()
     carried = proxy.carried
     assert 0 < carried < SIZE
-    assert b.copies.kept() == []
+    assert b.copies.store.kept() == []
     a = stack.enter_context(Host("a", tmp_path))
-    assert a.copies.kept() == [(SLOT, C1)], "the copy on the own host is complete, and the next agent adopts it"
+    assert a.copies.store.kept() == [(SLOT, C1)], "the copy on the own host is complete, and the next agent adopts it"
     a.copies.replicate(C1, {0: [type(a.target)("b", proxy.address)]})
     assert b.report() == ("kept", SLOT, C1)
     assert proxy.carried < SIZE + (2 << 20), "the bytes that had arrived were not sent again"
@@ -158,7 +158,7 @@ def test_a_source_that_is_killed_while_it_makes_its_own_copy_leaves_nothing(tmp_
     assert [Path(name).suffix for name in files] == [".part" if stage == "finish" else ".safetensors"]
     source.kill()
     with Host("a", tmp_path) as a:
-        assert (a.copies.kept(), a.files()) == ([], [])
+        assert (a.copies.store.kept(), a.files()) == ([], [])
 
 
 def test_two_processes_replicate_to_each_other(tmp_path: Path) -> None:

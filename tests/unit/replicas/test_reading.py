@@ -122,7 +122,7 @@ def test_a_kept_copy_that_is_damaged_later_is_dropped_and_the_buffer_is_read(
     assert read(client, copy_of(worker, C1), 0, 5000) == data[:5000]
     assert host.report() == ("dropped", worker.slot, C1)
     assert host.reasons == [("a", "it is damaged: its checksum is wrong")]
-    assert host.copies.kept() == []
+    assert host.copies.store.kept() == []
 
 
 def test_a_copy_that_is_damaged_after_a_read_is_detected_by_the_next_readers(

@@ -47,7 +47,7 @@ def test_a_commit_is_kept_on_its_host_and_on_another_until_it_is_forgotten(stack
     for commit in (C2, C3):
         last = worker.commit(commit, os.urandom(5 << 20))
     for host in (a, b):
-        assert host.copies.kept() == [(worker.slot, C1)]
+        assert host.copies.store.kept() == [(worker.slot, C1)]
         assert read([a, b], CopyOf(host.name, worker.slot, C1), len(data)) == data
     a.copies.replicate(C3, {0: [b.target]})
     assert {a.report()[2], b.report()[2]} == {C3}
@@ -55,7 +55,7 @@ def test_a_commit_is_kept_on_its_host_and_on_another_until_it_is_forgotten(stack
     wait_until(lambda: not a.is_read() and not b.is_read())
     for host in (a, b):
         host.copies.forget(C3)
-    wait_until(lambda: a.copies.kept() == b.copies.kept() == [(worker.slot, C3)])
+    wait_until(lambda: a.copies.store.kept() == b.copies.store.kept() == [(worker.slot, C3)])
     assert read([a, b], CopyOf("b", worker.slot, C3), len(data)) == last
     spare = [name for name in (*a.files(), *b.files()) if name.endswith(".part")]
     assert (len(spare), len(a.files()), len(b.files())) == (2, 3, 3), "each host keeps one file for the next copy"
@@ -118,7 +118,7 @@ def test_a_newer_order_cancels_one_that_waits(stack: ExitStack, tmp_path: Path) 
     assert a.report() == b.report() == ("kept", worker.slot, C2)
     ended.set()
     assert read([b], CopyOf("b", worker.slot, C2), len(data)) == data
-    assert b.copies.kept() == [(worker.slot, C2)], "the incomplete copy is gone"
+    assert b.copies.store.kept() == [(worker.slot, C2)], "the incomplete copy is gone"
 
 
 def test_an_unreachable_target_does_not_delay_the_others(stack: ExitStack, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_copy_during_which_its_worker_commits_twice_is_dropped(stack: ExitStac
     store.begin = overwrite  # type: ignore[method-assign]
     a.copies.replicate(C1, {0: []})
     assert a.report() == ("dropped", worker.slot, C1)
-    assert a.copies.kept() == []
+    assert a.copies.store.kept() == []
     assert a.files() == [], "nothing of the torn copy is left"
 
 
@@ -227,7 +227,7 @@ def test_damage_at_the_source_is_reported_and_nothing_is_sent(stack: ExitStack, 
         is_reachable.set()
         assert {a.report()[0], a.report()[0]} == {"dropped"}
         assert [keeper for keeper, _ in a.reasons] == ["a", "b"]
-    assert b.copies.kept() == []
+    assert b.copies.store.kept() == []
 
 
 def test_a_target_that_stays_unreachable_is_given_up(
@@ -265,7 +265,7 @@ def test_at_no_time_more_bytes_have_arrived_than_the_rate_allows(stack: ExitStac
     worker.commit(C1, os.urandom(size))
     begin, on_the_way = time.monotonic(), 0
     a.copies.replicate(C1, {0: [b.target]})
-    while not b.copies.kept():
+    while not b.copies.store.kept():
         received = b.copies.figures().received_bytes
         assert received <= rate * (time.monotonic() - begin + 0.05), "the bucket holds the bytes of 0.05 s"
         on_the_way += 0 < received < size
@@ -290,7 +290,7 @@ def test_the_memory_of_copies_counts_those_that_arrive_and_falls_when_they_are_f
     one = os.stat(b.path / "copies" / next(name for name in b.files() if name.endswith(".safetensors"))).st_size
     assert b.copies.figures().memory_bytes == 2 * one
     b.copies.forget(C3)
-    wait_until(lambda: not b.copies.kept())
+    wait_until(lambda: not b.copies.store.kept())
     assert b.copies.figures().memory_bytes == one, "one file waits for the next copy"
 
 
@@ -358,6 +358,6 @@ def test_after_a_stop_an_older_commit_replaces_the_incomplete_copy_of_a_newer_on
     a.copies.stop_replication()
     a.copies.replicate(C1, {0: [b.target]})
     assert {a.report(), b.report()} == {("kept", worker.slot, C1)}
-    assert a.copies.kept() == [(worker.slot, C1), (worker.slot, C2)], "a stop removes nothing"
+    assert a.copies.store.kept() == [(worker.slot, C1), (worker.slot, C2)], "a stop removes nothing"
     a.copies.replicate(C2, {0: [b.target]})
     assert {a.report(), b.report()} == {("kept", worker.slot, C2)}

@@ -75,7 +75,7 @@ def test_the_next_agent_adopts_copies_and_drops_damaged_ones(tmp_path: Path) -> 
         what, damaged, commit = a.report()
         assert (what, commit) == ("dropped", C1)
         kept = {SlotId("a", slot) for slot in range(3)} - {damaged}
-        assert {slot for slot, _ in a.copies.kept()} == kept
+        assert {slot for slot, _ in a.copies.store.kept()} == kept
         assert len(a.files()) == 4, "the damaged, the incomplete and the planted files are gone"
         for slot in kept:
             with open_copy(a, slot) as found:

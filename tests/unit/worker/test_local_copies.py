@@ -37,7 +37,7 @@ class Reader(LocalReplicas):
         client.read_into = counting  # type: ignore[method-assign]
 
         def share(*key: Any) -> Any:
-            found = hosts[0].copies.share(*key)
+            found = hosts[0].copies.store.share(*key)
             self.given.append(found is not None)
             return found
 
