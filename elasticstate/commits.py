@@ -174,10 +174,7 @@ def make_agent_directory(base: str) -> str:
 
 def remove_agent_directories(base: str) -> None:
     """Remove the socket directories of agents that were killed."""
-    for path in _directories(base, _beginning_of("agent")):
-        with _locked(path) as locked:
-            if locked:
-                shutil.rmtree(path, ignore_errors=True)
+    _remove_unlocked(base, "agent")
 
 
 def agent_on(base: str, job_id: str, host: str) -> tuple[int, str]:
@@ -195,6 +192,10 @@ def agent_on(base: str, job_id: str, host: str) -> tuple[int, str]:
 
 def remove_job(base: str, job_id: str) -> None:
     """Remove the commits that killed agents of a finished job have left. Living agents remove their own."""
+    _remove_unlocked(base, job_id)
+
+
+def _remove_unlocked(base: str, job_id: str) -> None:
     for path in _directories(base, _beginning_of(job_id)):
         with _locked(path) as locked:
             if locked:

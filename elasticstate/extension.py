@@ -28,11 +28,11 @@ import time
 
 from elasticstate.compat.torch_tensors import copy_all
 from elasticstate.options import environment_variable, launched_place, worker_environment
+from elasticstate.present_world import libraries_local_rank
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.rng import apply as set_random_state, capture as random_state
 from elasticstate.state.sampler import (
     Order,
-    libraries_local_rank,
     local_place,
     world_generation,
     world_is_new,

@@ -93,7 +93,7 @@ class Files:
             os.mkdir(path, 0o755)
 
     def names(self, path: str) -> list[str]:
-        with _descriptor(os.open(path, _DIRECTORY)) as fd:
+        with descriptor(os.open(path, _DIRECTORY)) as fd:
             return os.listdir(fd)
 
     def is_directory(self, path: str) -> bool:
@@ -107,7 +107,7 @@ class Files:
     def sizes(self, path: str) -> dict[str, int]:
         """Return names and sizes of the files in a directory."""
         sizes = {}
-        with _descriptor(open_own(path, _DIRECTORY, owners=self._owners)) as fd:
+        with descriptor(open_own(path, _DIRECTORY, owners=self._owners)) as fd:
             for name in os.listdir(fd):
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
                 check_own(found, f"{path}/{name}", owners=self._owners)
@@ -117,7 +117,7 @@ class Files:
     def read_at(self, path: str, offset: int, size: int) -> bytes:
         with (
             self._directory_of(path) as (directory, name),
-            _descriptor(open_own(name, os.O_RDONLY, directory, self._owners)) as fd,
+            descriptor(open_own(name, os.O_RDONLY, directory, self._owners)) as fd,
         ):
             return b"".join(_reads(fd, offset, size))
 
@@ -143,19 +143,20 @@ class Files:
 
     def sync(self, path: str) -> None:
         """Wait until the names in a directory are on the disk."""
-        with _descriptor(os.open(path, _DIRECTORY)) as fd:
+        with descriptor(os.open(path, _DIRECTORY)) as fd:
             os.fsync(fd)
 
     @contextmanager
     def _directory_of(self, path: str) -> Iterator[tuple[int, str]]:
         """Open the directory of a file. The value is its descriptor, and the name of the file."""
         directory, name = os.path.split(path)
-        with _descriptor(open_own(directory, _DIRECTORY, owners=self._owners)) as fd:
+        with descriptor(open_own(directory, _DIRECTORY, owners=self._owners)) as fd:
             yield fd, name
 
 
 @contextmanager
-def _descriptor(fd: int) -> Iterator[int]:
+def descriptor(fd: int) -> Iterator[int]:
+    """Close the descriptor at the end."""
     try:
         yield fd
     finally:

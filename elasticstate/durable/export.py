@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import pairwise
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from elasticstate.commits import METADATA, SavedOffsets, Stored, decode
+from elasticstate.durable.durable_storage import descriptor
 from elasticstate.durable.parts import file_header
 from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, Part, StoredCopies
 from elasticstate.private import make_file
@@ -71,7 +72,8 @@ def export(
     """
     tensors = _find(copies, name, manifest)
     chosen = _chosen(tensors, value)
-    with _directory_of(path) as (directory, target):
+    parent, target = os.path.split(path)
+    with descriptor(os.open(parent or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         fresh = f"{target}.new"
         with open(make_file(directory, fresh, 0o644), "wb") as file:  # in place of a link that somebody has planted
             try:
@@ -86,17 +88,6 @@ def export(
                     os.unlink(fresh, dir_fd=directory)
                 raise
     return len(chosen)
-
-
-@contextmanager
-def _directory_of(path: str) -> Iterator[tuple[int, str]]:
-    """Open the directory of a file. The value is its descriptor, and the name of the file."""
-    directory, name = os.path.split(path)
-    fd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd, name
-    finally:
-        os.close(fd)
 
 
 def _find(copies: StoredCopies, name: str, manifest: Manifest) -> dict[str, _Tensor]:

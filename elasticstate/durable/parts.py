@@ -17,14 +17,7 @@ from msgspec.structs import replace
 
 from elasticstate.commits import METADATA, OBJECTS, RANDOM, Metadata, Stored, decode
 from elasticstate.durable.durable_storage import Chunk, DurableStorage
-from elasticstate.durable.stored_copies import (
-    BLOCK_BYTES,
-    DamagedCopyError,
-    File,
-    Part,
-    StoredCopies,
-    crc32c,
-)
+from elasticstate.durable.stored_copies import BLOCK_BYTES, DamagedCopyError, File, Part, StoredCopies, crc32c
 
 _ALIGNMENT_BYTES = 64
 

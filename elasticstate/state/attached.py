@@ -22,15 +22,10 @@ from elasticstate.compat.dtensors import Split
 from elasticstate.compat.modules import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
-from elasticstate.state.module_state import (
-    Walk,
-    load_buffers,
-    load_modes,
-    modes,
-)
+from elasticstate.state.module_state import Walk, load_buffers, load_modes, modes
 from elasticstate.state.optimizer_state import arrange_groups, check_settings, is_plain_optimizer, owned_by
 from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, digest_of, piece_of
-from elasticstate.state.session import Channel, Session, channel_between
+from elasticstate.state.session import Channel, Session, channel_between, channel_of_all
 from elasticstate.state.values import Tree, flatten, rebuild_with
 
 
@@ -288,7 +283,7 @@ class AttachedValues:
         """
         pieces = {name: piece_of(name, tensor) for name, tensor in self._tensors()}
         places = {name: digest_of([(name, piece)]) for name, piece in pieces.items() if piece.local.numel()}
-        everyone = Channel(session.process_group_for(tuple(range(session.size))), 0)
+        everyone = channel_of_all(session)
         holders: dict[int, list[int]] = {}
         for rank, message in enumerate(everyone.messages_of_all(msgspec.msgpack.encode(list(places.values())))):
             for place in msgspec.msgpack.decode(message, type=list[int]):

@@ -33,15 +33,7 @@ from elasticstate.state.loader import has_exact_state, has_iterators, require_no
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
 from elasticstate.state.session import Kinds
 from elasticstate.state.tick_record import QuickCapture
-from elasticstate.state.values import (
-    CANNOT_BE_PICKLED,
-    Captured,
-    Parts,
-    Tree,
-    copy_with_same_tensors,
-    dumps,
-    is_array,
-)
+from elasticstate.state.values import CANNOT_BE_PICKLED, Captured, Parts, Tree, copy_with_same_tensors, dumps, is_array
 
 # --------------------------------------------------------------------------------------------------------------- search
 # Search for objects to which a value refers, through containers, attributes and variables of functions.

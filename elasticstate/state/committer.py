@@ -45,7 +45,9 @@ from elasticstate.state.session import (
     Session,
     SoloSession,
     channel_between,
-    compare_names,
+    channel_of_all,
+    find_refused,
+    taking_part,
 )
 from elasticstate.state.snapshot import Buffer, CommitStorage, Growth, Incoming, LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
@@ -512,8 +514,10 @@ class Committer:
         far = [rank for rank in session.lacking if rank not in session.near]
         if far and session.rank in (session.root, *far):
             channel = channel_between(session, session.root, far)
-            has_commit = self.snapshot.newest is not None
-            compare_names(channel, session, far, self._live._value_kinds(), has_commit)
+            kinds, has_commit = self._live._value_kinds(), self.snapshot.newest is not None
+            refused = find_refused(channel, taking_part(session.root, far), session.root, kinds, has_commit)
+            if session.rank in refused:
+                raise StateError(refused[session.rank])
         if session.rank not in session.lacking and session.follows is None:
             self._seal_start(start)
         if channel is not None and session.rank == session.root:
@@ -747,24 +751,22 @@ class Committer:
             exclusions.leave_out(self.attached.names if self.attached is not None else ())
             if session.one_copy or begins:  # followers hold no commits; after a sync, the live values count
                 live = LiveValues(self._live.capture(), session.ticks)
-                divergence.check(live, self._everyone(), session.rank, exclusions, live.difference(session.one_copy))
+                divergence.check(
+                    live, channel_of_all(self.session), session.rank, exclusions, live.difference(session.one_copy)
+                )
             else:
-                divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
+                divergence.check(self.snapshot, channel_of_all(self.session), session.rank, exclusions)
             return
         try:
             self.snapshot.verify()
         finally:
             self._record_commits()
 
-    def _everyone(self) -> Channel:
-        """Return a channel between all ranks."""
-        return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
-
     def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
-        return [numbers] if self.session.size == 1 else self._everyone().numbers_of_all(numbers)
+        return [numbers] if self.session.size == 1 else channel_of_all(self.session).numbers_of_all(numbers)
 
     def _messages_of_all(self, message: bytes) -> list[bytes]:
-        return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
+        return [message] if self.session.size == 1 else channel_of_all(self.session).messages_of_all(message)
 
     @property
     def must_compare(self) -> bool:

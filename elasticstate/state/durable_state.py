@@ -28,7 +28,7 @@ from elasticstate.log import logger
 from elasticstate.private import PlantedFileError
 from elasticstate.state.committer import Committer
 from elasticstate.state.reshard import StoredParts, frame_of
-from elasticstate.state.session import Channel, Session
+from elasticstate.state.session import Session, channel_of_all
 from elasticstate.state.snapshot import LENGTH_BYTES, Incoming, Snapshot
 from elasticstate.state.values import Captured
 
@@ -58,10 +58,7 @@ class _Resume:
     def __init__(self, committer: Committer, source: DurableSource) -> None:
         self._committer, self._source = committer, source
         self._session: Session = committer.session
-        everyone = tuple(range(self._session.size))
-        self._channel = (
-            Channel(self._session.process_group_for(everyone), self._session.root) if len(everyone) > 1 else None
-        )
+        self._channel = channel_of_all(self._session, self._session.root) if self._session.size > 1 else None
         self._started = time.monotonic()
 
     def _check(self) -> None:

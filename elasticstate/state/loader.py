@@ -19,15 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from elasticstate.compat.modules import end_persistent_workers, is_loader, is_stateful_loader
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
-from elasticstate.state.sampler import (
-    Order,
-    Position,
-    commits_begun,
-    share,
-    world_generation,
-    world_rank,
-    world_size,
-)
+from elasticstate.state.sampler import Order, Position, commits_begun, share, world_generation, world_rank, world_size
 
 _OURS = ("sampler", "batch_sampler", "generator")
 _THEIRS = (

@@ -16,15 +16,7 @@ from elasticstate.compat import modules
 from elasticstate.compat.modules import NORMS, compiles_another
 from elasticstate.compat.torch_tensors import requires_grad_of
 from elasticstate.errors import StateError
-from elasticstate.state.values import (
-    Captured,
-    Load,
-    Values,
-    flatten,
-    is_loaded,
-    load_value,
-    rebuild,
-)
+from elasticstate.state.values import Captured, Load, Values, flatten, is_loaded, load_value, rebuild
 
 OR_HOOK = ", or change it in a function passed to state.register_restore_pre_hook()"
 """End of errors about a structure that the training has changed."""

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import Sampler
 
 from elasticstate import present_world
 from elasticstate._native import permute
 from elasticstate.errors import NotInWorldError, UsageError
-
-MOST_SEEDS = 1 << 64
-
+from elasticstate.net.messages import WorldView
 
 _commits = 0  # begun by this process
 
@@ -44,7 +43,7 @@ class Order:
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < MOST_SEEDS:
+        if not 0 <= self.seed < 1 << 64:
             raise UsageError(f"seed={self.seed}: must be a number from 0 to 2**64 - 1")
 
     def indices(self, epoch: int, start: int, count: int, step: int = 1) -> torch.Tensor:
@@ -151,20 +150,24 @@ def share(total: int, rank: int, size: int) -> int:
     return (total + size - 1 - rank) // size
 
 
+_OUTSIDE = msgspec.structs.replace(present_world.alone(), generation=0, fresh=False)
+
+
+def _world() -> WorldView:
+    try:
+        return present_world.world()
+    except NotInWorldError:
+        return _OUTSIDE
+
+
 def world_rank() -> int:
     """Return the rank in the present world; 0 outside a world."""
-    try:
-        return present_world.rank()
-    except NotInWorldError:
-        return 0
+    return _world().rank
 
 
 def world_size() -> int:
     """Return the size of the present world; 1 outside a world."""
-    try:
-        return present_world.size()
-    except NotInWorldError:
-        return 1
+    return _world().size
 
 
 def local_place() -> int:
@@ -172,31 +175,17 @@ def local_place() -> int:
 
     The local leader has place 0. A survivor's place changes when workers of other slots leave or return.
     """
-    try:
-        return present_world.world().local_place
-    except NotInWorldError:
-        return 0
-
-
-def libraries_local_rank() -> int:
-    """Return the local rank for libraries, as in ``LOCAL_RANK``: see ``present_world.libraries_local_rank``."""
-    return present_world.libraries_local_rank()
+    return _world().local_place
 
 
 def world_is_new() -> bool:
     """Return True in a world in which all members are new processes."""
-    try:
-        return present_world.world().fresh
-    except NotInWorldError:
-        return False
+    return _world().fresh
 
 
 def world_generation() -> int:
     """Return the generation number of the present world; 0 outside a world."""
-    try:
-        return present_world.generation()
-    except NotInWorldError:
-        return 0
+    return _world().generation
 
 
 _CHUNK = 4096  # indices turned into Python integers at a time

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import ShardSource, listed
-from elasticstate.errors import StateError, UsageError
+from elasticstate.errors import UsageError
 from elasticstate.net.messages import WorldView
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import number_of
@@ -280,6 +280,11 @@ class Channel:
         return rows
 
 
+def channel_of_all(session: Session, root: int = 0) -> Channel:
+    """Return a channel between all ranks of the world."""
+    return Channel(session.process_group_for(tuple(range(session.size))), root)
+
+
 def channel_between(session: Session, root: int, lacking: Sequence[int]) -> Channel:
     """Return the channel from the root of a sync to the ranks that lack the state."""
     ranks = taking_part(root, lacking)
@@ -291,20 +296,11 @@ def taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({root, *lacking}))
 
 
-def compare_names(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:
-    """Raise StateError if this rank cannot take part in a sync, before anything is sealed, sent or written.
-
-    If only other ranks cannot, this rank continues. The sync or the training then fails with the generation. The
-    arguments are those of ``find_refused``; ``lacking``: the ranks that get the state.
-    """
-    ranks = taking_part(session.root, lacking)
-    refused = find_refused(channel, ranks, session.root, kinds, has_commit)
-    if session.rank in refused:
-        raise StateError(refused[session.rank])
-
-
 def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds, has_commit: bool) -> dict[int, str]:
-    """Return the text of the error for each rank that cannot take part in the sync. All ``ranks`` return the same.
+    """Compare the value names of the root with those of the ranks that get its state, before anything is sent.
+
+    Return the text of the error for each rank that cannot take part in the sync. All ``ranks`` return the same. If only
+    other ranks cannot, a rank continues: the sync or the training then fails with the generation.
 
     These are all ``ranks`` if the root has no commit: then the job has not trained yet. In a running job, these are
     the ranks that differ from the root, because the error of a newcomer must not end the other workers.

@@ -53,16 +53,7 @@ from elasticstate.state.layout import (
     round_up,
     view,
 )
-from elasticstate.state.values import (
-    Array,
-    Captured,
-    Values,
-    canonical,
-    dumps,
-    flat_bytes,
-    is_array,
-    split_by_kind,
-)
+from elasticstate.state.values import Array, Captured, Values, canonical, dumps, flat_bytes, is_array, split_by_kind
 
 
 class CommitStorage(Protocol):

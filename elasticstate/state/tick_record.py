@@ -43,13 +43,7 @@ from elasticstate.compat.torch_tensors import copy_all, exact_versions, quick_ve
 from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
-from elasticstate.state.module_state import (
-    Walk,
-    flag_of,
-    is_usual,
-    parts_of,
-    requires_grad,
-)
+from elasticstate.state.module_state import Walk, flag_of, is_usual, parts_of, requires_grad
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
 from elasticstate.state.values import Captured, Tree, dumps, flat_bytes, flatten, is_array, split_by_kind
 
