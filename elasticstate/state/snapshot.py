@@ -917,24 +917,9 @@ class Snapshot:
             self._discard_damaged(self._newer)
         return self._newer.objects() if self._newer.commit is not None else None
 
-    def read(self, commit: CommitId) -> Values:
-        """Return the values captured for ``commit``.
-
-        Tensors and arrays are views of the buffer: copy them, never keep them.
-
-        Raises StateError if that commit is not held, or is damaged.
-        """
-        self.settle()
-        buffer = self.find(commit)
-        if not buffer.is_intact():
-            self._discard_damaged(buffer)
-            raise StateError(f"Commit {commit} is damaged. Restore the previous commit.")
-        return Values(buffer.memory, buffer.frame, buffer.objects(), {})
-
     def read_private(self, commit: CommitId) -> bytes:
-        """Return the part of ``commit`` that belongs to this worker alone. Call it after ``load_into`` or ``read``."""
-        buffer = self.find(commit)
-        return buffer.private()
+        """Return the part of ``commit`` that belongs to this worker alone. Call it after ``load_into``."""
+        return self.find(commit).private()
 
     def aliases(self, captured: Captured, others: Sequence[Buffer] = ()) -> list[str]:
         """Return the names of the captured tensors and arrays that lie in one of the buffers, or in ``others``."""

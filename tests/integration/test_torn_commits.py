@@ -26,6 +26,7 @@ from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 from tests.integration.scripts.torn_writers import OWNER, FileStorage
 from tests.kit.pages import page_at
+from tests.kit.state import read_commit
 
 WRITERS = Path(__file__).parent / "scripts" / "torn_writers.py"
 KILLS = 320
@@ -164,7 +165,7 @@ def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: py
         elif previous is not None:  # the older buffer has not been read yet
             assert (newest, previous) == (newer, older)
             with pytest.raises(StateError, match="damaged"):
-                committer_of(state).snapshot.read(older)
+                read_commit(committer_of(state).snapshot, older)
         images[name][at] ^= bit
         images["control"][:] = pristine_page
         caplog.clear()
@@ -195,7 +196,7 @@ def read_all(folder: Path, files: dict[str, bytes]) -> dict[int, list[bytes]]:
             continue
         state = a_state(9)
         try:
-            values = snapshot.read(commit)
+            values = read_commit(snapshot, commit)
             for name in values.entries:
                 values[name]
             state.apply(values)

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import ShardSource
-from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt
+from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt, StateError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.values import Values
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.pages import page_at
 
@@ -86,6 +87,16 @@ def found(file_storage: CommitStorage) -> tuple[CommitId | None, CommitId | None
     """Return the commits that a new worker would hold if this one died now."""
     snapshot = Snapshot(file_storage())
     return snapshot.newest, snapshot.previous
+
+
+def read_commit(snapshot: Snapshot, commit: CommitId | None) -> Values:
+    """Return the values of a commit, as views of its buffer. Raises StateError if it is not held, or is damaged."""
+    assert commit is not None
+    snapshot.settle()
+    buffer = snapshot.find(commit)
+    if not buffer.is_intact():
+        raise StateError(f"Commit {commit} is damaged.")
+    return Values(buffer.memory, buffer.frame, buffer.objects(), {})
 
 
 @dataclass

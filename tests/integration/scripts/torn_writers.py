@@ -27,6 +27,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.values import Values
 
 OWNER = b"the torn commits"
 SIZES = [1_000_000, 1, 30_000, 0, 300_000, *[1_000] * 100, 600_000]  # elements
@@ -262,7 +263,9 @@ def main(folder: str, kills: int, seed: int) -> None:
         held = {}
         for commit in (snapshot.newest, snapshot.previous):
             if commit is not None:
-                held[commit.tick] = wrong(dict(snapshot.read(commit)), commit.tick)
+                buffer = snapshot.find(commit)
+                assert buffer.is_intact(), commit
+                held[commit.tick] = wrong(dict(Values(buffer.memory, buffer.frame, buffer.objects(), {})), commit.tick)
         line = {
             "first": first,
             "begun": marks.begun,

@@ -21,7 +21,7 @@ from elasticstate.state import TorchState, async_commit
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import PrivateStorage, Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
-from tests.kit.state import CommitStorage, Job, contents, found, note_of, parts
+from tests.kit.state import CommitStorage, Job, contents, found, note_of, parts, read_commit
 
 # ---------------------------------------------------------------------------------------------------- normal operation
 
@@ -162,7 +162,7 @@ def test_a_process_that_ends_in_mid_copy_leaves_the_older_commit(job: Job, file_
     while job.device.is_busy:
         left = Snapshot(file_storage())
         assert (left.newest, left.previous) == (CommitId(1, 1), None)
-        assert left.read(CommitId(1, 1))["note"] == note_of(job.was[CommitId(1, 1)])
+        assert read_commit(left, CommitId(1, 1))["note"] == note_of(job.was[CommitId(1, 1)])
         job.device.advance()
     committer_of(job.state).settle()
     assert found(file_storage) == (CommitId(1, 2), CommitId(1, 1))
@@ -256,7 +256,7 @@ LOOKS: dict[str, Callable[[TorchState], object]] = {
     "details": lambda state: committer_of(state).snapshot.details(),
     "restamp": lambda state: committer_of(state).snapshot.restamp(CommitId(1, 50)),
     "reserve": lambda state: committer_of(state).snapshot.reserve(10),
-    "read": lambda state: committer_of(state).snapshot.read(CommitId(1, 2)),
+    "read": lambda state: read_commit(committer_of(state).snapshot, CommitId(1, 2)),
     "forget": lambda state: committer_of(state).snapshot.forget(),
     "drop_newest": lambda state: committer_of(state).snapshot.drop_newest(),
     "attach": lambda state: committer_of(state).use_storage(PrivateStorage()),

@@ -20,7 +20,7 @@ from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import PrivateStorage, Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
-from tests.kit.state import CommitStorage, Job, found, note_of
+from tests.kit.state import CommitStorage, Job, found, note_of, read_commit
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
@@ -259,7 +259,7 @@ def test_whatever_the_order_each_commit_that_is_held_is_what_it_was(
                 job.session.is_over = False
         left = Snapshot(file_storage())
         for commit in (left.newest, left.previous):
-            assert commit is None or left.read(commit)["note"] == note_of(job.was[commit])
+            assert commit is None or read_commit(left, commit)["note"] == note_of(job.was[commit])
     committer_of(job.state).settle()
     newest, previous = job.state.commits
     assert job.restored() == newest

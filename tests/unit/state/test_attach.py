@@ -25,7 +25,7 @@ from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.sharded import SnapshotCopies, source
-from tests.kit.state import FileStorage, Member, World
+from tests.kit.state import FileStorage, Member, World, read_commit
 
 LINE = CommitId(1, 2)
 
@@ -161,7 +161,7 @@ def test_attach_runs_init_seals_the_first_commit_of_the_world_and_reports_the_di
 
 def test_the_plain_part_of_a_commit_has_no_attached_values() -> None:
     state, _, _ = trained()
-    values = committer_of(state).snapshot.read(LINE)
+    values = read_commit(committer_of(state).snapshot, LINE)
     assert set(values) == {"note", "table", "table.requires_grad"}
     with pytest.raises(UsageError, match="restore"):
         state.restore()

@@ -31,6 +31,7 @@ from elasticstate.net.link import Given
 from elasticstate.net.messages import BufferGrown, GrowBuffer
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.worker.storage import AgentStorage
+from tests.kit.state import read_commit
 
 OPERATIONS = 25
 SLOT = 0
@@ -198,7 +199,7 @@ class Slot:
         for commit in (newest, previous):
             if commit is not None:
                 content, private = self.contents[commit]
-                values = self.snapshot.read(commit)
+                values = read_commit(self.snapshot, commit)
                 assert set(values) == set(content), commit
                 assert all(same(content[name], values[name]) for name in content), commit
                 assert self.snapshot.read_private(commit) == private, commit

@@ -19,6 +19,7 @@ from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.layout import ALIGNMENT_BYTES, OBJECTS, RANDOM, parse
 from elasticstate.state.snapshot import Snapshot
+from tests.kit.state import read_commit
 
 ALL_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 WITHOUT_VALUES = [d for d in ALL_DTYPES if str(d).removeprefix("torch.").startswith(("q", "bit"))]
@@ -71,7 +72,7 @@ def test_a_live_commit_is_read_by_safetensors(file_storage: Callable[[], Any]) -
 def test_every_dtype_comes_back_and_can_be_read_by_others(dtype: torch.dtype, file_storage: Callable[[], Any]) -> None:
     values = {"zero": filled(dtype), "some": filled(dtype, 3, 5), "none": filled(dtype, 0, 2)}
     storage = file_storage()
-    back = commit_of(values, storage).read(CommitId(1, 1))
+    back = read_commit(commit_of(values, storage), CommitId(1, 1))
     for name, tensor in values.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
         assert bytes(back[name].view(-1).view(torch.uint8)) == bytes(tensor.view(-1).view(torch.uint8))

@@ -10,6 +10,7 @@ import torch
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.module_state import running_statistics
+from tests.kit.state import read_commit
 
 
 class Odd(torch.nn.Module):
@@ -65,7 +66,7 @@ def test_a_module_comes_back_with_all_it_has() -> None:
     assert module.head.weight is module.embedding.weight is weight
     assert module.moment.tolist() == [1, 1]
     other = TorchState(model=newcomer)
-    other.apply(committer_of(state).snapshot.read(state.commits[0]))
+    other.apply(read_commit(committer_of(state).snapshot, state.commits[0]))
     assert picture(newcomer) == committed
     assert newcomer.head.weight is newcomer.embedding.weight
     module.moment.fill_(9)
@@ -126,7 +127,7 @@ def test_a_newcomer_has_the_same_buffers_as_the_commit() -> None:
     state = TorchState(model=module)
     state.commit()
     newcomer.linear.register_buffer("own", torch.ones(1))
-    TorchState(model=newcomer).apply(committer_of(state).snapshot.read(state.commits[0]))
+    TorchState(model=newcomer).apply(read_commit(committer_of(state).snapshot, state.commits[0]))
     assert buffers(newcomer) == buffers(module)
 
 
@@ -149,13 +150,13 @@ def test_names_are_the_same_with_and_without_the_compiler(is_compiled: bool) -> 
     models: list[Any] = [torch.compile(m, backend="eager") if m is compiled else m for m in (first, second)]
     state = TorchState(model=models[0])
     state.commit()
-    values = committer_of(state).snapshot.read(state.commits[0])
+    values = read_commit(committer_of(state).snapshot, state.commits[0])
     assert not [name for name in values if "orig_mod" in name]
     other = TorchState(model=models[1])
     other.apply(values)
     assert picture(second.odd()) == picture(first.odd())
     other.commit()
-    assert committer_of(other).snapshot.read(other.commits[0]).keys() == values.keys()
+    assert read_commit(committer_of(other).snapshot, other.commits[0]).keys() == values.keys()
     statistics = [list(running_statistics("model", model)) for model in models]
     assert statistics[0] == statistics[1]
     assert statistics[0] == [f"model.buffers.norm.{k}" for k in ("running_mean", "running_var", "num_batches_tracked")]

@@ -16,6 +16,7 @@ from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
+from tests.kit.state import read_commit
 
 CommitStorage = Callable[..., Any]
 
@@ -184,7 +185,7 @@ def test_what_is_damaged_is_not_unpickled(file_storage: CommitStorage, monkeypat
     with pytest.raises(StateError, match="Both commits of this worker are damaged"):
         snapshot.load_into({})
     with pytest.raises(StateError, match="is not held"):
-        snapshot.read(CommitId(0, 2))
+        read_commit(snapshot, CommitId(0, 2))
 
 
 @pytest.mark.parametrize("newest_fits", [True, False])
@@ -256,11 +257,11 @@ def test_no_space_costs_the_older_commit_and_not_the_newest(file_storage: Commit
         with pytest.raises(CommitStorageError, match=f"{1 << 20} free"):
             snapshot.write({"x": torch.ones(1 << 20)}, b"", CommitId(1, 3))
         assert (snapshot.newest, snapshot.previous) == (CommitId(1, 2), None)
-        assert snapshot.read(CommitId(1, 2))["x"].tolist() == [2.0] * 5
+        assert read_commit(snapshot, CommitId(1, 2))["x"].tolist() == [2.0] * 5
     with pytest.raises(CommitStorageError):
         snapshot.reserve(1 << 21)
     snapshot.write({"x": torch.full((5,), 4.0)}, b"", CommitId(1, 4))
-    assert Snapshot(file_storage()).read(CommitId(1, 4))["x"].tolist() == [4.0] * 5
+    assert read_commit(Snapshot(file_storage()), CommitId(1, 4))["x"].tolist() == [4.0] * 5
 
 
 def test_a_restamped_commit_is_found_under_its_new_id(file_storage: CommitStorage) -> None:
@@ -270,7 +271,7 @@ def test_a_restamped_commit_is_found_under_its_new_id(file_storage: CommitStorag
     snapshot.restamp(CommitId(3, 0))
     found = Snapshot(file_storage())
     assert (found.newest, found.previous) == (CommitId(3, 0), CommitId(1, 1))
-    assert found.read(CommitId(3, 0))["n"] == 2
+    assert read_commit(found, CommitId(3, 0))["n"] == 2
     assert found.read_private(CommitId(3, 0)) == b"mine"
 
 
@@ -296,4 +297,4 @@ def test_a_write_that_ends_half_way_leaves_the_newest_commit_to_the_next_worker(
         snapshot.write({"x": torch.full((5,), 3.0)}, b"", CommitId(1, 3))
     found = Snapshot(file_storage())
     assert (found.newest, found.previous) == (CommitId(1, 2), None)
-    assert found.read(CommitId(1, 2))["x"].tolist() == [2.0] * 5
+    assert read_commit(found, CommitId(1, 2))["x"].tolist() == [2.0] * 5

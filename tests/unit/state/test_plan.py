@@ -12,6 +12,7 @@ import torch
 from elasticstate.core.ids import CommitId
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import load_value
+from tests.kit.state import read_commit
 
 
 class Live:
@@ -89,7 +90,7 @@ def test_whatever_changes_between_commits_the_next_one_is_right(name: str) -> No
     assert before != expected, "something has changed"
     for tick in (3, 4):
         snapshot.write(live.values, b"", CommitId(1, tick))
-        assert {key: as_bytes(value) for key, value in snapshot.read(CommitId(1, tick)).items()} == expected
+        assert {key: as_bytes(value) for key, value in read_commit(snapshot, CommitId(1, tick)).items()} == expected
 
 
 def test_a_plan_is_used_again_where_nothing_has_changed_and_its_header_where_the_layout_is_the_same() -> None:
@@ -114,7 +115,7 @@ def test_random_state_that_has_grown_gets_more_room() -> None:
     for tick, size in enumerate((10, 10_000, 10), start=1):
         snapshot.write({"x": torch.ones(3)}, b"r" * size, CommitId(1, tick))
         assert snapshot.read_private(CommitId(1, tick)) == b"r" * size
-        assert snapshot.read(CommitId(1, tick))["x"].tolist() == [1.0] * 3
+        assert read_commit(snapshot, CommitId(1, tick))["x"].tolist() == [1.0] * 3
 
 
 def commit_of(**values: Any) -> Snapshot:
@@ -179,6 +180,6 @@ def test_an_array_that_must_not_be_written_is_not() -> None:
 
 def test_tensors_of_the_buffers_themselves_are_left_alone() -> None:
     snapshot = commit_of(x=torch.ones(3))
-    kept = snapshot.read(CommitId(1, 1))["x"]
+    kept = read_commit(snapshot, CommitId(1, 1))["x"]
     snapshot.load_into({"x": kept})
     assert kept.tolist() == [1.0] * 3

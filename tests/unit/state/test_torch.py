@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from elasticstate.errors import StateError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
+from tests.kit.state import read_commit
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -100,7 +101,7 @@ def test_a_newcomer_gets_all_and_goes_on_bitwise_equal(name: str, steps_before: 
     source = TorchState(model=old, optimizer=old_optimizer)
     target = TorchState(model=new, optimizer=new_optimizer)
     source.commit()
-    target.apply(committer_of(source).snapshot.read(source.commits[0]))
+    target.apply(read_commit(committer_of(source).snapshot, source.commits[0]))
     assert all_of(new, new_optimizer) == all_of(old, old_optimizer)
     for seed in range(5):
         step(old, old_optimizer, seed)
@@ -417,7 +418,7 @@ def test_what_cannot_be_written_in_place_comes_back(make: Callable[[], torch.Ten
         model=Module(), value=make(), nested={"a": [make()]}, optimizer=torch.optim.SGD([torch.ones(1)])
     )
     newcomer.optimizer.param_groups[0]["odd"] = make()
-    newcomer.apply(committer_of(state).snapshot.read(state.commits[0]))
+    newcomer.apply(read_commit(committer_of(state).snapshot, state.commits[0]))
     state.value = torch.zeros(state.value.shape)
     for _ in range(2):
         state.restore()
