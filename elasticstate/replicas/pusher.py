@@ -82,6 +82,8 @@ class _NotAccepted(CopyError):
 
 
 class _Order:
+    """``after``: begin when these are done, as they free the memory for the copies."""
+
     def __init__(self, commit: CommitId, targets: Targets, after: Sequence[Future[Any]]) -> None:
         self.commit, self.targets, self.after = commit, targets, after
         self.cancelled = threading.Event()
@@ -97,67 +99,132 @@ class _Delivery:
         self.fails_since = 0.0  # when the first attempt failed since bytes have arrived; 0: none
 
 
-class Pusher:
-    """Carries out the newest order. All methods are safe on any thread, and return at once, except ``close``."""
+class HostReplicas:
+    """The copies of one host: their store, their server, and a thread that carries out the newest order.
+
+    Methods return at once, except the constructor (files in memory), ``open`` and ``close``.
+    """
 
     def __init__(
         self,
-        library: Library,
+        *,
+        host: str,
+        job_id: str,
         key: bytes,
+        directory: int,
+        slots: Mapping[int, SealedSlot],
         timeout_s: float,
-        rate_bytes_per_s: float | None,
         on_kept: Notify,
         on_dropped: NotifyDropped,
+        on_damaged: Notify,
         log: Callable[[str], None],
+        rate_bytes_per_s: float | None = None,
     ) -> None:
-        """Callbacks, on the thread: ``on_kept`` for a copy that is kept here, ``on_dropped`` for one that could not be
-        made, or that its target does not accept."""
-        self._library, self._key, self._timeout_s = library, key, timeout_s
+        """Take over the copies that the previous agent of this host has kept.
+
+        ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. Callbacks, on any
+        thread: ``on_kept`` when this host has a new copy, ``on_dropped`` when a copy is damaged, could not be made or
+        was refused, ``on_damaged`` when a buffer of a slot is damaged, and ``log``. ``timeout_s``: for a peer that does
+        not authenticate or sends nothing. ``rate_bytes_per_s``: most bytes to send per second; None: no limit.
+
+        Raises OSError.
+        """
+        self._key, self._timeout_s, self._log = key, timeout_s, log
+        self._on_kept, self._on_dropped = on_kept, on_dropped
+        self._received_bytes = 0
+        self._counting = threading.Lock()
+        self.store = ReplicaStore(directory, job_id, key)
+        self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped, on_damaged)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
+        self._forgetting: list[Future[Any]] = []  # that is not known to be done
+        self._server: ReplicaServer | None = None
         self._rate = Rate(rate_bytes_per_s, _SEND_BYTES)
-        self._on_kept, self._on_dropped, self._log = on_kept, on_dropped, log
         self._changed = threading.Condition()
         self._next: _Order | None = None
         self._current: _Order | None = None
         self._socket: socket.socket | None = None
         self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._pusher: threading.Thread | None = None
 
-    def replicate(self, commit: CommitId, targets: Targets, after: Sequence[Future[Any]] = ()) -> None:
-        """Keep copies of a commit, and send them to their targets. The previous order is cancelled.
+    def start(self, address: str) -> str:
+        """Serve copies at this address. Return "address:port". Raises OSError."""
+        self._server = ReplicaServer(address, self._key, self._timeout_s, self._serve, self._log)
+        if self.store.unverified():
+            self._threads.submit(self._library.verify_taken_over)
+        return self._server.address
 
-        ``after``: begin when these are done, as they free the memory for the copies.
+    @property
+    def address(self) -> str:
+        """ "address:port" of the copy server; "" if it does not serve."""
+        return self._server.address if self._server is not None else ""
+
+    def _serve(self, connection: Wire) -> None:
+        ReplicaConnection(connection, self._library, self._on_kept, self._count).serve()
+
+    def _count(self, size_bytes: int) -> None:
+        with self._counting:  # each connection has a thread
+            self._received_bytes += size_bytes
+
+    def figures(self) -> CopyFigures:
+        """Return the memory of the copies, and the bytes that were sent and received so far."""
+        return CopyFigures(self.store.size_bytes(), self._rate.passed_bytes, self._received_bytes)
+
+    def replicate(self, commit: CommitId, targets: Targets) -> None:
+        """Keep copies of a commit of these slots, and send them to their targets. Cancels the previous order.
+
+        A slot may have no target. ``on_kept`` or ``on_dropped`` follows for each slot, unless another order or
+        ``stop_replication`` comes before; also for a copy that is kept already. Each target's agent reports its own
+        copy.
         """
         with self._changed:
             if self._is_closed:
                 return
             self._cancel()
-            self._next = _Order(commit, targets, after)
+            self._next = _Order(commit, targets, self._forgetting)
             self._changed.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="elasticstate-copies-pusher", daemon=True)
-                self._thread.start()
+            if self._pusher is None:
+                self._pusher = threading.Thread(target=self._run, name="elasticstate-copies-pusher", daemon=True)
+                self._pusher.start()
 
-    def cancel(self) -> None:
-        """Cancel the order."""
+    def stop_replication(self) -> None:
+        """Cancel the order to replicate a commit. Copies that exist stay."""
         with self._changed:
             self._cancel()
 
-    def forget(self, before: CommitId) -> None:
-        """Cancel an order about an older commit."""
+    def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
+        """Remove all copies of commits older than ``before``, except those of ``besides``.
+
+        Copies of commits older than ``before`` are refused from now on, and an order about one is cancelled.
+        """
         with self._changed:
             if self._next is not None and self._next.commit < before:
                 self._next = None
             if self._current is not None and self._current.commit < before:
                 self._cancel_current()
+        with suppress(RuntimeError):  # closed: the driver's message was late
+            begun = self._threads.submit(self.store.forget, before, besides)
+            self._forgetting = [*(other for other in self._forgetting if not other.done()), begun]
+
+    def open(self, slot: SlotId, commit: CommitId) -> Source:
+        """Open a copy on this host whose checksum is correct: a kept one, or a buffer. Close it. Raises CopyError.
+
+        Blocks while the copy is verified.
+        """
+        return self._library.open_verified(slot, commit, self._library.is_open)
 
     def close(self) -> None:
-        """Cancel the order, and wait for the thread."""
+        """Close the port, end all threads, and leave the copies to the next agent of this host. Blocks."""
+        self._library.close()
         with self._changed:
             self._is_closed = True
             self._cancel()
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        if self._pusher is not None:
+            self._pusher.join()
+        if self._server is not None:
+            self._server.close()
+        self._threads.shutdown()
+        self.store.close()
 
     def _cancel(self) -> None:
         self._next = None
@@ -168,11 +235,6 @@ class Pusher:
             self._current.cancelled.set()
         if self._socket is not None:
             wire.cut(self._socket)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of copies that this host has sent to others."""
-        return self._rate.passed_bytes
 
     # --------------------------------------------------------------------------------------------------- the thread
 
@@ -337,104 +399,3 @@ class Pusher:
                 offset += size
                 delivery.fails_since = 0.0
             connection.receive(wire.ReplicaComplete)
-
-
-class HostReplicas:
-    """The copies of one host. Methods return at once, except the constructor (files in memory) and ``close``."""
-
-    def __init__(
-        self,
-        *,
-        host: str,
-        job_id: str,
-        key: bytes,
-        directory: int,
-        slots: Mapping[int, SealedSlot],
-        timeout_s: float,
-        on_kept: Notify,
-        on_dropped: NotifyDropped,
-        on_damaged: Notify,
-        log: Callable[[str], None],
-        rate_bytes_per_s: float | None = None,
-    ) -> None:
-        """Take over the copies that the previous agent of this host has kept.
-
-        ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. Callbacks, on any
-        thread: ``on_kept`` when this host has a new copy, ``on_dropped`` when a copy is damaged, could not be made or
-        was refused, ``on_damaged`` when a buffer of a slot is damaged, and ``log``. ``timeout_s``: for a peer that does
-        not authenticate or sends nothing. ``rate_bytes_per_s``: most bytes to send per second; None: no limit.
-
-        Raises OSError.
-        """
-        self._key, self._timeout_s, self._log = key, timeout_s, log
-        self._on_kept = on_kept
-        self._received_bytes = 0
-        self._counting = threading.Lock()
-        self.store = ReplicaStore(directory, job_id, key)
-        self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped, on_damaged)
-        self._pusher = Pusher(self._library, key, timeout_s, rate_bytes_per_s, on_kept, on_dropped, log)
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
-        self._forgetting: list[Future[Any]] = []  # that is not known to be done
-        self._server: ReplicaServer | None = None
-
-    def start(self, address: str) -> str:
-        """Serve copies at this address. Return "address:port". Raises OSError."""
-        self._server = ReplicaServer(address, self._key, self._timeout_s, self._serve, self._log)
-        if self.store.unverified():
-            self._threads.submit(self._library.verify_taken_over)
-        return self._server.address
-
-    @property
-    def address(self) -> str:
-        """ "address:port" of the copy server; "" if it does not serve."""
-        return self._server.address if self._server is not None else ""
-
-    def _serve(self, connection: Wire) -> None:
-        ReplicaConnection(connection, self._library, self._on_kept, self._count).serve()
-
-    def _count(self, size_bytes: int) -> None:
-        with self._counting:  # each connection has a thread
-            self._received_bytes += size_bytes
-
-    def figures(self) -> CopyFigures:
-        """Return the memory of the copies, and the bytes that were sent and received so far."""
-        return CopyFigures(self.store.size_bytes(), self._pusher.sent_bytes, self._received_bytes)
-
-    def replicate(self, commit: CommitId, targets: Targets) -> None:
-        """Keep copies of a commit of these slots, and send them to their targets. Cancels the previous order.
-
-        A slot may have no target. ``on_kept`` or ``on_dropped`` follows for each slot, unless another order or
-        ``stop_replication`` comes before; also for a copy that is kept already. Each target's agent reports its own
-        copy.
-        """
-        self._pusher.replicate(commit, targets, self._forgetting)
-
-    def stop_replication(self) -> None:
-        """Cancel the order to replicate a commit. Copies that exist stay."""
-        self._pusher.cancel()
-
-    def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
-        """Remove all copies of commits older than ``before``, except those of ``besides``.
-
-        Copies of commits older than ``before`` are refused from now on.
-        """
-        self._pusher.forget(before)
-        with suppress(RuntimeError):  # closed: the driver's message was late
-            begun = self._threads.submit(self.store.forget, before, besides)
-            self._forgetting = [*(other for other in self._forgetting if not other.done()), begun]
-
-    def open(self, slot: SlotId, commit: CommitId) -> Source:
-        """Open a copy on this host whose checksum is correct: a kept one, or a buffer. Close it. Raises CopyError.
-
-        Blocks while the copy is verified.
-        """
-        return self._library.open_verified(slot, commit, self._library.is_open)
-
-    def close(self) -> None:
-        """Close the port, end all threads, and leave the copies to the next agent of this host. Blocks."""
-        self._library.close()
-        self._pusher.close()
-        if self._server is not None:
-            self._server.close()
-        self._threads.shutdown()
-        self.store.close()

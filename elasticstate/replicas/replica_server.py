@@ -326,17 +326,10 @@ class ReplicaConnection:
         """Serve requests. Raises OSError when the connection breaks."""
         while (request := self._wire.receive_request(wait=True)) is not None:
             self._next_sign = time.monotonic() + _SIGN_INTERVAL_S
-            reason = self._answer(request)
-            if reason:
-                self._wire.send(wire.RequestRefused(reason))
-
-    def _answer(self, request: wire.Request) -> str:
-        """Answer a request. Return why it is refused, or ""."""
-        try:
-            self._carry_out(request)
-        except CopyError as error:
-            return str(error)
-        return ""
+            try:
+                self._carry_out(request)
+            except CopyError as error:
+                self._wire.send(wire.RequestRefused(str(error)))
 
     def _carry_out(self, request: wire.Request) -> None:
         match request:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ from elasticstate.state.session import (
     find_refused,
     taking_part,
 )
-from elasticstate.state.snapshot import Buffer, CommitStorage, Growth, Incoming, LiveValues, Snapshot
+from elasticstate.state.snapshot import Buffer, CommitStorage, Incoming, LiveValues, Snapshot
 from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Captured, Values
 
@@ -696,7 +697,7 @@ class Committer:
         All ranks call it when all copies that they read are open, and each waits for the others: so a damaged copy is
         found before any older commit is lost. None: the commits of this rank must stay until all is restored.
         """
-        growth: Growth | None = None
+        growth: threading.Thread | None = None
 
         def grow() -> None:
             nonlocal growth
@@ -709,7 +710,7 @@ class Committer:
             yield None if self.session.line is None or self.session.verify_sync else grow
         finally:
             if growth is not None:
-                growth.wait()
+                growth.join()
                 self._record_commits()
 
     def _copies(self) -> CommitCopies:

@@ -88,13 +88,13 @@ class PeerStorage:
         found = [CommitId(*seal[:2]) for index in (0, 1) if (seal := self.page.sealed(index, self.owner)) is not None]
         return max(found, default=None)
 
-    def find(self, commit: CommitId) -> Buffer | None:
-        """Return the buffer that holds this commit, if it is sealed and of this job."""
+    def find(self, commit: CommitId) -> PeerCommit | None:
+        """Return this commit, if it is sealed and of this job."""
         for index in (0, 1):
             seal = self.page.sealed(index, self.owner)
             if seal is not None and CommitId(*seal[:2]) == commit:
                 buffer = Buffer(index, self)  # type: ignore[arg-type]  # reads only
-                return buffer if buffer.commit == commit else None
+                return PeerCommit(self, buffer) if buffer.commit == commit else None
         return None
 
     def content(self, index: int) -> Content | None:
@@ -186,8 +186,8 @@ class PeerReader:
             return None
         for index in (0, 1):
             storage.open(index)  # the root's next commits lie in both
-        buffer = storage.find(commit)
-        return None if buffer is None else (commit, PeerCommit(storage, buffer))
+        found = storage.find(commit)
+        return None if found is None else (commit, found)
 
     def wait_for(self, slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
         """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot, or if that
@@ -200,9 +200,9 @@ class PeerReader:
             if storage is None:
                 return None
             newest = storage.newest()
-            buffer = storage.find(commit)
-            if buffer is not None:
-                return PeerCommit(storage, buffer)
+            found = storage.find(commit)
+            if found is not None:
+                return found
             if newest is not None and newest > commit:
                 return None
             check()

@@ -422,10 +422,13 @@ class Buffer:
             self.memory = self._storage.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
 
     def grow_ahead(self, size_bytes: int) -> None:
-        """Grow the buffer before a commit is begun. Its previous commit is lost."""
-        self._wait_for_copy()
-        self.unseal()
-        self.ensure_size(size_bytes)
+        """Grow the buffer before a commit is begun. Its previous commit is lost. Raises nothing."""
+        try:
+            self._wait_for_copy()
+            self.unseal()
+            self.ensure_size(size_bytes)
+        except Exception as error:  # the commit needs the memory, and raises the error
+            logger.debug("buffer %d has not grown to %d bytes ahead: %s", self.index, size_bytes, error)
 
     def touch(self) -> None:
         self._header = None
@@ -473,25 +476,6 @@ class Buffer:
         """Addresses of the first byte and after the last one; (0, 0) without memory."""
         begin = self.memory.data_ptr()
         return begin, begin + self.memory.numel()
-
-
-class Growth:
-    """Growth of one buffer, which no other thread uses before ``wait`` has returned."""
-
-    def __init__(self, buffer: Buffer, size_bytes: int) -> None:
-        self._thread = threading.Thread(target=self._grow, args=(buffer, size_bytes), name="elasticstate-growth")
-        self._thread.start()
-
-    @staticmethod
-    def _grow(buffer: Buffer, size_bytes: int) -> None:
-        try:
-            buffer.grow_ahead(size_bytes)
-        except Exception as error:  # the commit needs the memory, and raises the error
-            logger.debug("buffer %d has not grown to %d bytes ahead: %s", buffer.index, size_bytes, error)
-
-    def wait(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -781,13 +765,19 @@ class Snapshot:
         seal = functools.partial(buffer.write_seal, commit)
         self._copy = Copy(items, content, start, found, seal, is_cut, commit_device_memory()), commit
 
-    def grow(self, captured: Captured, private: bytes, sharding: Sharding) -> Growth | None:
-        """Begin to grow the older buffer for a commit of these values; its commit is lost. None: it need not grow."""
+    def grow(self, captured: Captured, private: bytes, sharding: Sharding) -> threading.Thread | None:
+        """Begin to grow the older buffer for a commit of these values; its commit is lost. None: it need not grow.
+
+        Nothing else may use the buffer before the thread has ended.
+        """
         tensors, arrays, objects = split_by_kind(captured)
         plan = self._planned(tensors, arrays, len(private), sharding)
         size = plan.header.frame.objects + len(dumps(objects))
-        must_grow = self._older.memory.numel() < size and not plan.queued and not self._storage.page.is_stale
-        return Growth(self._older, size) if must_grow else None
+        if self._older.memory.numel() >= size or plan.queued or self._storage.page.is_stale:
+            return None
+        thread = threading.Thread(target=self._older.grow_ahead, args=(size,), name="elasticstate-growth")
+        thread.start()
+        return thread
 
     def _planned(self, tensors: dict[str, torch.Tensor], arrays: Any, private: int, places: Sharding) -> Plan:
         if self._plan is None or not self._plan.fits(tensors, arrays, private, places):
