@@ -44,12 +44,6 @@ class ReplicaClient:
         self._in_use: set[socket.socket] = set()
         self.closed = threading.Event()
 
-    def __enter__(self) -> ReplicaClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close all connections. Calls on other threads end with CollectiveError."""
         with self._lock:

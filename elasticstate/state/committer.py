@@ -38,7 +38,7 @@ from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.layout import number_of
 from elasticstate.state.optimizer_state import bytes_to_come
-from elasticstate.state.peer import PeerReader, Peers
+from elasticstate.state.peer import PeerOf, PeerReader
 from elasticstate.state.reshard import CommitCopies, StoredParts, check_reshard, copies_with_own
 from elasticstate.state.session import (
     Channel,
@@ -110,9 +110,9 @@ class Committer:
         self.snapshot.close()
         self.snapshot = Snapshot(storage)
 
-    def use_peers(self, peers: Peers) -> None:
+    def use_peers(self, peer: PeerOf) -> None:
         """Read the commits of other workers of this host from their memory."""
-        self._peers = PeerReader(peers)
+        self._peers = PeerReader(peer)
 
     def use_session(self, session: Session) -> None:
         """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""

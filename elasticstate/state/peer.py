@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -106,11 +106,8 @@ class PeerStorage:
         return None if seal is None else seal[2:5]
 
 
-class Peers(Protocol):
-    """Access to the commits of the other workers of this host."""
-
-    def peer(self, slot: int) -> PeerStorage | None:
-        """Return the commits of a living worker; -1: of one that holds the newest commit. None: there is none."""
+PeerOf = Callable[[int], PeerStorage | None]
+"""Returns the commits of a living worker by its slot; -1: of one that holds the newest commit. None: there is none."""
 
 
 class PeerCommit:
@@ -167,8 +164,8 @@ class PeerReader:
     created. If that world never trains, the copied commit is restored, as after each failure.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, peer: PeerOf) -> None:
+        self._peer = peer
         self._storage: PeerStorage | None = None
         self.can_read = True
         """False after an error."""
@@ -214,7 +211,7 @@ class PeerReader:
 
     def _open(self, slot: int) -> PeerStorage | None:
         self.close()
-        self._storage = self._peers.peer(slot)
+        self._storage = self._peer(slot)
         return self._storage
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.replacement import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import LastWorldSession, WorkerSession
-from elasticstate.worker.storage import AgentStorage, HostPeers
+from elasticstate.worker.storage import AgentStorage, open_peer
 
 # -------------------------------------------------------------------------------------------------------------- regroup
 # Regroup: send READY, receive a world, create its process group, and leave it at the end of the generation.
@@ -379,7 +379,7 @@ class WorkerLoop:
         self._storage = AgentStorage(
             storage.ask, owner(worker.slot), lambda *question: self._sentinel.request(*question)
         )
-        self._peers = HostPeers(storage, self._storage, owner)
+        self._peer = functools.partial(open_peer, storage, self._storage, owner)
         self._commit_facts: Callable[[], tuple[int, bool]] = lambda: (0, False)  # names, has_shards, of the state
         self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
@@ -497,7 +497,7 @@ class WorkerLoop:
         self._committer.use_storage(self._storage)
         self._committer.use_session(self._session)
         self._committer.note_loaded()
-        self._committer.use_peers(self._peers)
+        self._committer.use_peers(self._peer)
         self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
         self._committer.snapshot.reserve(self._environment.reserve_bytes)

@@ -64,21 +64,18 @@ class AgentStorage:
         return self.open(index)
 
 
-class HostPeers:
-    """Commits of the other workers of this host (see :class:`elasticstate.state.peer.Peers`)."""
+def open_peer(
+    link: StorageLink, storage: AgentStorage, owner_of: Callable[[int], bytes], slot: int
+) -> PeerStorage | None:
+    """Return the commits of another worker of this host: see ``state.peer.PeerOf``.
 
-    def __init__(self, link: StorageLink, storage: AgentStorage, owner_of: Callable[[int], bytes]) -> None:
-        """``owner_of`` returns the owner of a slot's commits."""
-        self._link = link
-        self._storage = storage
-        self._owner_of = owner_of
-
-    def peer(self, slot: int) -> PeerStorage | None:
-        found = self._link.ask_for_peer(slot)
-        if found is None:
-            return None
-        number, (page, *buffers) = found
-        return PeerStorage(number, self._owner_of(number), self._storage.key, page, buffers)
+    ``owner_of`` returns the owner of a slot's commits.
+    """
+    found = link.ask_for_peer(slot)
+    if found is None:
+        return None
+    number, (page, *buffers) = found
+    return PeerStorage(number, owner_of(number), storage.key, page, buffers)
 
 
 # --------------------------------------------------------------------------------------------------------- local copies

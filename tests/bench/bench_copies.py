@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -45,7 +46,7 @@ def target(directory: str, source: str, size: int) -> None:
     slot = SlotId("source", 0)
     target = bytearray(size)
     piece = memoryview(bytearray(PIECE))
-    with Host("target", Path(directory)) as host, ReplicaClient({"source": source}, KEY, 60.0) as client:
+    with Host("target", Path(directory)) as host, closing(ReplicaClient({"source": source}, KEY, 60.0)) as client:
         print(host.address, listener.getsockname()[1], flush=True)
         for line in sys.stdin:
             command, *numbers = line.split()

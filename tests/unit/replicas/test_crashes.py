@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -95,7 +95,7 @@ class Gate:
 
 def check(address: str) -> None:
     data = bytearray(LENGTH)
-    with ReplicaClient({"b": address}, KEY, 10.0) as client:
+    with closing(ReplicaClient({"b": address}, KEY, 10.0)) as client:
         client.read_into(CopyOf("b", SLOT, C1), [(0, memoryview(data))])
     assert data == DATA[:LENGTH]
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def host(stack: ExitStack, tmp_path: Path) -> Host:
 
 @pytest.fixture
 def client(stack: ExitStack, host: Host) -> ReplicaClient:
-    return stack.enter_context(ReplicaClient({"a": host.address}, KEY, 10.0))
+    return stack.enter_context(closing(ReplicaClient({"a": host.address}, KEY, 10.0)))
 
 
 def copy_of(worker: Worker, commit: CommitId, host: str = "a") -> CopyOf:
@@ -163,7 +163,7 @@ def test_a_buffer_that_its_worker_overwrites_during_a_read_is_an_error(
         return part
 
     proxy = stack.enter_context(Proxy(host.address, down=pause))
-    client = stack.enter_context(ReplicaClient({"a": proxy.address}, KEY, 10.0))
+    client = stack.enter_context(closing(ReplicaClient({"a": proxy.address}, KEY, 10.0)))
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(read, client, copy_of(worker, C1), 0, len(data))
         assert begun.wait(30)
@@ -183,7 +183,7 @@ def test_a_byte_that_changes_on_the_way_to_the_reader_is_an_error(stack: ExitSta
     worker = host.worker()
     data = worker.commit(C1, os.urandom(4 << 20))
     proxy = stack.enter_context(Proxy(host.address, down=flip_once(at)))
-    client = stack.enter_context(ReplicaClient({"a": proxy.address}, KEY, 10.0))
+    client = stack.enter_context(closing(ReplicaClient({"a": proxy.address}, KEY, 10.0)))
     with pytest.raises(CopyError):
         read(client, copy_of(worker, C1), 0, len(data))
     assert read(client, copy_of(worker, C1), 0, len(data)) == data
@@ -193,7 +193,7 @@ def test_a_connection_that_breaks_while_it_is_idle_is_replaced(stack: ExitStack,
     worker = host.worker()
     data = worker.commit(C1, b"x" * 1000)
     proxy = stack.enter_context(Proxy(host.address))
-    client = stack.enter_context(ReplicaClient({"a": proxy.address}, KEY, 10.0))
+    client = stack.enter_context(closing(ReplicaClient({"a": proxy.address}, KEY, 10.0)))
     assert read(client, copy_of(worker, C1), 0, len(data)) == data
     proxy.cut()
     assert read(client, copy_of(worker, C1), 0, len(data)) == data

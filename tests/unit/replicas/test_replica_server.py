@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,7 @@ def test_silent_strangers_do_not_lock_out_the_job(stack: ExitStack, host: Host) 
     worker = host.worker()
     data = worker.commit(C1, b"x" * 1000)
     strangers = [connect(stack, host) for _ in range(MAX_UNAUTHENTICATED + 20)]
-    client = stack.enter_context(ReplicaClient({"a": host.address}, KEY, 30.0))
+    client = stack.enter_context(closing(ReplicaClient({"a": host.address}, KEY, 30.0)))
     assert client.read(CopyOf("a", worker.slot, C1), 0, 100) == data[:100]
     assert [len(received(stranger)) for stranger in strangers[:20]] == [wire.GREETING_BYTES] * 20, "the oldest"
     assert any("too many others" in line for line in host.log)
@@ -87,7 +87,7 @@ def test_silent_strangers_do_not_lock_out_the_job(stack: ExitStack, host: Host) 
 def test_a_server_that_does_not_have_the_key_gets_no_request(stack: ExitStack) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        ReplicaClient({"a": address(listener)}, KEY, 30.0) as client,
+        closing(ReplicaClient({"a": address(listener)}, KEY, 30.0)) as client,
     ):
         pid = os.fork()
         if not pid:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def stack() -> Iterator[ExitStack]:
 
 def read(hosts: list[Host], copy: CopyOf, length: int) -> bytes:
     data = bytearray(length)
-    with ReplicaClient({host.name: host.address for host in hosts}, KEY, 10.0) as client:
+    with closing(ReplicaClient({host.name: host.address for host in hosts}, KEY, 10.0)) as client:
         client.read_into(copy, [(0, memoryview(data))])
     return bytes(data)
 

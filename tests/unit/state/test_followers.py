@@ -59,7 +59,7 @@ def pair(file_storage: Callable[..., Any], world: Any, member: Any) -> Callable[
         for state, session in zip((keeper, follower), sessions, strict=True):
             committer_of(state).use_session(session)
         committer_of(keeper).use_storage(storage)
-        committer_of(follower).use_peers(Host(storage))
+        committer_of(follower).use_peers(Host(storage).peer)
         return sessions
 
     return pair

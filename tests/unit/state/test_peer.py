@@ -50,7 +50,7 @@ def write(storage: Any, commit: CommitId = COMMIT, value: float = 1.0) -> Snapsh
 def test_the_newest_commit_is_copied_with_a_random_state_of_its_own(storage: Any) -> None:
     torch.manual_seed(11)
     write(storage)
-    found = PeerReader(Host(storage)).newest()
+    found = PeerReader(Host(storage).peer).newest()
     assert found is not None
     commit, source = found
     assert commit == COMMIT
@@ -65,14 +65,14 @@ def test_the_newest_commit_is_copied_with_a_random_state_of_its_own(storage: Any
 
 def test_nothing_is_found_where_no_worker_has_committed(storage: Any) -> None:
     host = Host(storage)
-    assert PeerReader(host).newest() is None
+    assert PeerReader(host.peer).newest() is None
     host.is_inhabited = False
-    assert PeerReader(host).newest() is None
+    assert PeerReader(host.peer).newest() is None
 
 
 def test_a_commit_that_its_owner_overwrites_during_the_copy_is_refused(storage: Any) -> None:
     owner = write(storage)
-    found = PeerReader(Host(storage)).newest()
+    found = PeerReader(Host(storage).peer).newest()
     assert found is not None
     for tick in (8, 9):
         owner.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), CommitId(3, tick))
@@ -81,7 +81,7 @@ def test_a_commit_that_its_owner_overwrites_during_the_copy_is_refused(storage: 
 
 def test_a_damaged_commit_is_not_intact(storage: Any) -> None:
     write(storage)
-    found = PeerReader(Host(storage)).newest()
+    found = PeerReader(Host(storage).peer).newest()
     assert found is not None
     for index, file in enumerate(storage.files):
         seal = storage.page.sealed(index, storage.owner)
@@ -94,13 +94,13 @@ def test_a_damaged_commit_is_not_intact(storage: Any) -> None:
 def test_a_commit_of_another_job_is_no_commit(storage: Any) -> None:
     write(storage)
     storage.key = b"the key of another job"
-    assert PeerReader(Host(storage)).newest() is None
+    assert PeerReader(Host(storage).peer).newest() is None
 
 
 def test_waits_for_the_seal_of_the_root(storage: Any) -> None:
     owner = write(storage)
     host = Host(storage)
-    reader = PeerReader(host)
+    reader = PeerReader(host.peer)
     looks = []
 
     def seal_at_the_third_look() -> None:
@@ -121,7 +121,7 @@ def test_a_commit_that_the_root_has_overwritten_is_not_awaited(storage: Any) -> 
     def never() -> None:
         raise AssertionError("the root never seals an older commit")
 
-    assert PeerReader(Host(storage)).wait_for(5, CommitId(4, 0), never) is None
+    assert PeerReader(Host(storage).peer).wait_for(5, CommitId(4, 0), never) is None
 
 
 def test_the_end_of_the_generation_ends_the_wait(storage: Any) -> None:
@@ -131,13 +131,13 @@ def test_the_end_of_the_generation_ends_the_wait(storage: Any) -> None:
         raise CollectiveError("the generation is over")
 
     with pytest.raises(CollectiveError):
-        PeerReader(Host(storage)).wait_for(5, CommitId(4, 0), over)
+        PeerReader(Host(storage).peer).wait_for(5, CommitId(4, 0), over)
 
 
 def test_files_that_the_agent_has_replaced_are_requested_again(storage: Any, tmp_path: Path) -> None:
     write(storage)
     host = Host(storage)
-    reader = PeerReader(host)
+    reader = PeerReader(host.peer)
     assert reader.newest() is not None
     storage.page.set_stale(True)
     host.is_inhabited = False
@@ -159,7 +159,7 @@ def test_no_name_of_this_module_writes_to_another_worker_s_page() -> None:
 def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(storage: Any, at_once: bool) -> None:
     root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
     live = torch.zeros(1000)
-    copies = PeerReader(Host(storage))
+    copies = PeerReader(Host(storage).peer)
     assert not copies.wait()
     copies.read_ahead(5, mine, "host:6#1", start.generation, {"w": live} if at_once else None)
     assert copies.wait()
@@ -183,7 +183,7 @@ def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(stor
 def test_a_copy_made_ahead_of_another_commit_is_made_again(storage: Any, at_once: bool) -> None:
     root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
     live = torch.zeros(1000)
-    copies = PeerReader(Host(storage))
+    copies = PeerReader(Host(storage).peer)
     copies.read_ahead(5, mine, "host:6#1", start.generation, {"w": live} if at_once else None)
     copies.wait()
     root.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), start)
