@@ -86,7 +86,7 @@ def refuse(base: str) -> str:
 
 
 class CommitDirectory:
-    """Commit directory of an agent: new, or adopted from a former agent, and locked until this process ends."""
+    """Commit directory of an agent: new, or taken over from a former agent, and locked until this process ends."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ def _pause() -> bool:
 
 
 def _take_lock(find: Callable[[], Path], pause: Callable[[], bool], timeout_s: float) -> tuple[Path, int]:
-    """Make or adopt the directory that ``find`` names; return its path and the descriptor that locks it."""
+    """Make or take over the directory that ``find`` names; return its path and the descriptor that locks it."""
     deadline = time.monotonic() + timeout_s
     evicted = False
     while True:

@@ -22,6 +22,7 @@ from elasticstate.compat.dtensors import Split
 from elasticstate.compat.modules import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
+from elasticstate.state.loader import is_stateful
 from elasticstate.state.module_state import Walk, load_buffers, load_modes, modes
 from elasticstate.state.optimizer_state import arrange_groups, check_settings, is_plain_optimizer, owned_by
 from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, digest_of, piece_of
@@ -35,16 +36,13 @@ class RestoreTargets:
     def __init__(self, copies: CommitCopies) -> None:
         self._copies = copies
         self.pieces: dict[str, Piece] = {}
-        self._calls: list[Callable[[], object]] = []
+        self.calls: list[Callable[[], object]] = []  # to make when all tensors have their content
 
     def load(self, when_opened: Callable[[], object] | None) -> None:
         """Read the content of all tensors, then make the calls. See ``CommitCopies.load``, which raises the same."""
         self._copies.load(self.pieces, when_opened)
-        for call in self._calls:
+        for call in self.calls:
             call()
-
-    def afterwards(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor that exists. Its shape and dtype must be those of the commit."""
@@ -217,8 +215,13 @@ class AttachedValues:
             require_describable(name, value)
         self._modules = {name: AttachedModule(name, v) for name, v in values.items() if isinstance(v, torch.nn.Module)}
         self._optimizers = {name: AttachedOptimizer(name, v) for name, v in values.items() if is_plain_optimizer(v)}
-        others = {name: v for name, v in values.items() if name not in {*self._modules, *self._optimizers}}
-        self._others = {name: AttachedObject(name, value) for name, value in others.items()}
+        self._others = {name: v for name, v in values.items() if name not in {*self._modules, *self._optimizers}}
+        for name, value in self._others.items():
+            if not is_stateful(value):
+                raise UsageError(
+                    f"attach({name}=…): a {type(value).__name__} has no state_dict() and load_state_dict(). Pass plain "
+                    "values to the constructor of the state."
+                )
         self._pieces: dict[str, tuple[torch.Tensor, Piece]] = {}  # of the last capture
         self._sharding = NO_SHARDING
         for name, tensor in self._tensors():
@@ -241,7 +244,7 @@ class AttachedValues:
         trees: dict[str, Any] = {name: module.capture(tensors) for name, module in self._modules.items()}
         names = {id(p): name for module in self._modules.values() for name, p in module.parameters.items()}
         trees |= {name: optimizer.capture(tensors, names) for name, optimizer in self._optimizers.items()}
-        trees |= {name: value.capture(tensors) for name, value in self._others.items()}
+        trees |= {name: flatten(state_of(value), name, tensors) for name, value in self._others.items()}
         pieces = self._pieces
         found: dict[str, tuple[torch.Tensor, Piece]] = {}
         is_same = len(pieces) == len(tensors)
@@ -316,7 +319,8 @@ class AttachedValues:
         for name, optimizer in self._optimizers.items():
             optimizer.prepare(trees[name].tree, targets, parameters)
         for name, value in self._others.items():
-            value.prepare(trees[name].tree, targets)
+            rebuilt = rebuild_with(targets.tensor, trees[name].tree, state_of(value), None, name, set())
+            targets.calls.append(functools.partial(load_state, value, rebuilt))
         targets.load(when_opened)
         return targets.pieces
 
@@ -418,25 +422,4 @@ class AttachedModule:
         parts = {path: part for part, path in walk.with_extra_state.items()}
         for path, extra in tree["extra"].items():
             value = rebuild_with(targets.tensor, extra, None, None, self._extra_at(path), set())
-            targets.afterwards(functools.partial(parts[path].set_extra_state, value))
-
-
-class AttachedObject:
-    """Another object with ``state_dict()`` and ``load_state_dict()``: a scheduler, or an optimizer of a library."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
-            raise UsageError(
-                f"attach({name}=…): a {type(value).__name__} has no state_dict() and load_state_dict(). Pass plain "
-                "values to the constructor of the state."
-            )
-        self._name = name
-        self._value = value
-
-    def capture(self, values: dict[str, Any]) -> Any:
-        return flatten(state_of(self._value), self._name, values)
-
-    def prepare(self, tree: Any, targets: RestoreTargets) -> None:
-        """Load the state after all tensors have been loaded."""
-        rebuilt = rebuild_with(targets.tensor, tree, state_of(self._value), None, self._name, set())
-        targets.afterwards(lambda: load_state(self._value, rebuilt))
+            targets.calls.append(functools.partial(parts[path].set_extra_state, value))

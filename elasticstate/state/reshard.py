@@ -252,8 +252,8 @@ class Piece(NamedTuple):
     shard: Shard
 
 
-class PartPlace(NamedTuple):
-    """PartPlace of a part in a whole tensor. Replicas have the same."""
+class ShardPlace(NamedTuple):
+    """Place of a shard in a whole tensor. Replicas of a shard have the same."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -383,13 +383,13 @@ class CommitCopies:
             f"The commit has no {name}. Attach the same objects as the worker that committed, under the same names."
         )
 
-    def places(self) -> set[PartPlace]:
+    def places(self) -> set[ShardPlace]:
         """Return the places of all parts that are not empty, of replicas once. Raises CollectiveError."""
         opened = list(self._each())
         if len(opened) < len(self._digests):
             self._raise_if_unreadable({"all parts": []})
         return {
-            PartPlace(entry.name, shards[entry.name].shape, shards[entry.name].offsets, entry.shape)
+            ShardPlace(entry.name, shards[entry.name].shape, shards[entry.name].offsets, entry.shape)
             for one in opened
             for shards in (one.frame.sharding.shards,)
             for entry in one.frame.layout.entries
@@ -635,7 +635,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd numbers: those of XXH64
 _MASK = (1 << 64) - 1
 
-_Measured = tuple[PartPlace, int]
+_Measured = tuple[ShardPlace, int]
 """A part of a tensor, and the sum of its content."""
 
 
@@ -672,10 +672,10 @@ def check_reshard(
 
 
 def _measured(name: str, piece: Piece) -> _Measured:
-    return PartPlace(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece)
+    return ShardPlace(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece)
 
 
-def _read(copies: CommitCopies, place: PartPlace) -> _Measured:
+def _read(copies: CommitCopies, place: ShardPlace) -> _Measured:
     """Read a part of the commit."""
     _, dtype = copies.find(place.name)
     piece = Piece(torch.empty(place.sizes, dtype=dtype), Shard(place.shape, place.offsets))
@@ -688,10 +688,10 @@ def _contents(parts: Iterable[_Measured]) -> dict[str, list[int]]:
 
     A tensor whose parts overlap without being replicas is left out: ranks of different meshes hold it.
     """
-    sums: dict[PartPlace, set[int]] = {}
+    sums: dict[ShardPlace, set[int]] = {}
     for place, content in parts:
         sums.setdefault(place, set()).add(content)
-    of_name: dict[str, list[PartPlace]] = {}
+    of_name: dict[str, list[ShardPlace]] = {}
     for place in sums:
         of_name.setdefault(place.name, []).append(place)
     found: dict[str, list[int]] = {}
