@@ -319,37 +319,34 @@ class SlotBuffers:
 
     def newest(self, slot: SlotId) -> CommitId | None:
         """Return the newest commit in the buffers of a slot of this host; None if there is none."""
-        files = self._slots.get(slot.slot)
-        found = [self._sealed(files, slot, index) for index in (0, 1)] if files is not None else []
-        return max((sealed.commit for sealed in found if sealed is not None), default=None)
+        return max((sealed.commit for _, sealed in self._seals(slot)), default=None)
 
     def pin(self, slot: SlotId, commit: CommitId, until_ns: Callable[[int], int]) -> bool:
         """Let the worker not overwrite this commit until ``until_ns(its length)``. Return False if it is not sealed."""
-        files = self._slots.get(slot.slot)
-        for index in (0, 1):
-            sealed = self._sealed(files, slot, index) if files is not None else None
-            if files is not None and sealed is not None and sealed.commit == commit:
-                files.page.pin(index, until_ns(sealed.length))
+        for files, sealed in self._seals(slot):
+            if sealed.commit == commit:
+                files.page.pin(sealed.index, until_ns(sealed.length))
                 return True
         return False
 
     def unpin(self, slot: SlotId) -> None:
-        files = self._slots.get(slot.slot)
-        for index in (0, 1):
-            if files is not None:
+        if (files := self._slots.get(slot.slot)) is not None:
+            for index in (0, 1):
                 files.page.pin(index, 0)
 
     def open(self, slot: SlotId, commit: CommitId) -> Source | None:
         """Open the buffer that holds this commit; None if there is none."""
-        files = self._slots.get(slot.slot) if slot.host == self.host else None
-        if files is None:
-            return None
-        for index in (0, 1):
-            sealed = self._sealed(files, slot, index)
-            if sealed is not None and sealed.commit == commit:
+        for files, sealed in self._seals(slot) if slot.host == self.host else ():
+            if sealed.commit == commit:
                 with suppress(OSError, ValueError):  # the slot has got other files
                     return self._source(files, sealed)
         return None
+
+    def _seals(self, slot: SlotId) -> list[tuple[SealedSlot, Sealed]]:
+        """Return the files of a slot with each of its seals."""
+        files = self._slots.get(slot.slot)
+        found = [self._sealed(files, slot, index) for index in (0, 1)] if files is not None else []
+        return [(files, sealed) for sealed in found if files is not None and sealed is not None]
 
     def _source(self, files: SealedSlot, sealed: Sealed) -> Source:
         def is_unchanged() -> bool:

@@ -241,17 +241,12 @@ def number_of(value: object) -> int:
     return header_digest(msgspec.msgpack.encode(value)) >> 1
 
 
-def parse(memory: torch.Tensor) -> tuple[Frame, int]:
-    """Parse and validate the header of a buffer. Return the places of its parts, and the digest of the header.
-
-    The content is not trusted. Raises ValueError, or StateError for a dtype unknown to torch.
-    """
-    content = memory.numpy()
-    return parse_header(content.data, content.size)
-
-
 def parse_header(content: bytes | memoryview, size_bytes: int) -> tuple[Frame, int]:
-    """Do what ``parse`` does, for a file of ``size_bytes`` bytes of which ``content`` is the beginning."""
+    """Parse and validate the header of a file of ``size_bytes`` bytes of which ``content`` is the beginning.
+
+    Return the places of its parts, and the digest of the header. The content is not trusted. Raises ValueError, or
+    StateError for a dtype unknown to torch.
+    """
     _require(len(content) > 8, "the buffer has no header")
     capacity = int.from_bytes(content[:8], "little")
     _require(2 <= capacity <= len(content) - 8, "the header is longer than the buffer")

@@ -399,8 +399,7 @@ class CommitCopies:
     def trees(self) -> dict[str, Any]:
         """Return the attached values of the commit without their tensors."""
         for opened in self._each_until_read():
-            with_objects = self._tried(opened, self._objects)
-            if with_objects is not None:
+            if (with_objects := self._tried(opened, self._objects)) is not None:
                 return {name: with_objects[name] for name in opened.frame.sharding.names}
         self._raise_if_unreadable({"the attached values": []})
         raise StateError("The commit has no attached values. Attach values before the first commit of each world.")
@@ -408,8 +407,7 @@ class CommitCopies:
     def plain(self) -> tuple[Values, bytes]:
         """Return the plain values of a copy, and the random state of its worker."""
         for opened in self._each_until_read():
-            found = self._tried(opened, self._plain)
-            if found is not None:
+            if (found := self._tried(opened, self._plain)) is not None:
                 return found
         self._raise_if_unreadable({"the plain values": []})
         raise CollectiveError("there is no copy of the commit from which this world starts")

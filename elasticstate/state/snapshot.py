@@ -49,7 +49,7 @@ from elasticstate.state.layout import (
     Layout,
     lay_out,
     number_of,
-    parse,
+    parse_header,
     round_up,
     view,
 )
@@ -336,7 +336,7 @@ class Buffer:
         generation, tick, layout, self.length, self.checksum, tag = found
         commit = CommitId(generation, tick)
         try:
-            self.frame, self._digest = parse(self.memory)
+            self.frame, self._digest = parse_header(self.memory.numpy().data, self.memory.numel())
             if self._digest != layout or not self.frame.objects < self.length <= self.memory.numel():
                 raise ValueError("the buffer does not contain the commit that was sealed")
             self._header_tag = part_tag(self._storage.key, self.memory[: self.frame.random].numpy())

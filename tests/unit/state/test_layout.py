@@ -17,7 +17,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
-from elasticstate.state.layout import ALIGNMENT_BYTES, OBJECTS, RANDOM, parse
+from elasticstate.state.layout import ALIGNMENT_BYTES, OBJECTS, RANDOM, parse_header
 from elasticstate.state.snapshot import Snapshot
 from tests.kit.state import read_commit
 
@@ -26,6 +26,10 @@ WITHOUT_VALUES = [d for d in ALL_DTYPES if str(d).removeprefix("torch.").startsw
 PLAIN = [
     d for d in ALL_DTYPES if d not in WITHOUT_VALUES and not str(d).removeprefix("torch.").startswith(("int1", "uint1"))
 ] + [torch.int16, torch.uint16]
+
+
+def whole(memory: torch.Tensor) -> tuple[memoryview, int]:
+    return memory.numpy().data, memory.numel()
 
 
 def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -121,7 +125,7 @@ def rich_commit(storage: Any) -> Snapshot:
 
 def test_what_was_written_is_parsed(file_storage: Callable[[], Any]) -> None:
     snapshot = rich_commit(file_storage())
-    frame, _ = parse(snapshot._newer.memory)
+    frame, _ = parse_header(*whole(snapshot._newer.memory))
     assert frame == snapshot._newer.frame
 
 
@@ -164,7 +168,7 @@ def test_a_header_that_lies_is_no_commit(name: str, file_storage: Callable[[], A
     assert len(text) == capacity
     content[8 : 8 + capacity] = np.frombuffer(text, dtype=np.uint8)
     with pytest.raises((ValueError, StateError)):
-        parse(memory)
+        parse_header(*whole(memory))
 
 
 @settings(max_examples=300, deadline=None)
@@ -181,7 +185,7 @@ def test_rubbish_is_never_more_than_an_error(data: st.DataObject) -> None:
             patch = data.draw(st.binary(min_size=1, max_size=8))
             memory[at : at + len(patch)] = torch.frombuffer(bytearray(patch), dtype=torch.uint8)
     try:
-        frame, _ = parse(memory)
+        frame, _ = parse_header(*whole(memory))
     except (ValueError, StateError):
         return
     for entry in frame.layout.entries:
