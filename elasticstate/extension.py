@@ -107,4 +107,4 @@ def starting_size() -> int:
 
 def ticks(state: State) -> int:
     """Return the number of ticks that the state has completed in the present world."""
-    return committer_of(state).ticks
+    return committer_of(state).session.ticks

@@ -197,9 +197,6 @@ class State(Joinable):
         commit's bytes already, where shape and dtype are the same: the pass that verifies the bytes copies them, too.
         """
 
-    def _has_pre_hooks(self) -> bool:
-        return bool(self._restore_pre_hooks)
-
     def _load_targets(self) -> Captured | None:
         """Return the captured values that a restore may overwrite before it calls ``apply``. See Snapshot.load_into.
 
@@ -307,13 +304,13 @@ class State(Joinable):
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
-        if (self._committer.ticks + 1) % every == 0:
+        if (self._committer.session.ticks + 1) % every == 0:
             began_at = time.monotonic()
             self._committer.begin()
             self._committer.session.record_commit_time(time.monotonic() - began_at)
             if self._committer.must_compare:
                 self._committer.compare(self._exclusions)
-        elif self._committer.ticks == 0:  # the job learns that commits will come
+        elif self._committer.session.ticks == 0:  # the job learns that commits will come
             self._committer.session.record_commit_time(_CALL_S)
         self.check_host_updates()
 

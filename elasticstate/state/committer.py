@@ -138,11 +138,6 @@ class Committer:
         """True if the present world starts from the shards of a commit, and no rank sends its state."""
         return self.session.line is not None or self.stored is not None
 
-    @property
-    def ticks(self) -> int:
-        """Ticks completed in this generation."""
-        return self.session.ticks
-
     # ------------------------------------------------------------------------------------------------- making a commit
 
     def begin(self) -> None:
@@ -429,7 +424,7 @@ class Committer:
         self.settle()
         if self._peers is not None and rank in near:
             # Without a commit, a failed world would leave the state of none. Hooks need the objects of a commit first.
-            is_ahead = self.is_prefetched and not self._live._has_pre_hooks()
+            is_ahead = self.is_prefetched and not self._live._restore_pre_hooks
             live = self._targets(lambda: None) if is_ahead else None
             self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation, live)
 

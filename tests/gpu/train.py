@@ -184,7 +184,7 @@ def elastic() -> None:
             one_step(state.step, where["rank"], size)
             state.step += 1
             before = state.commits[0]
-            steps[where["generation"], committer_of(state).ticks + 1] = state.step
+            steps[where["generation"], committer_of(state).session.ticks + 1] = state.step
             state.commit()
             if (newest := state.commits[0]) in steps and newest != before:  # sealed, perhaps that of an earlier step
                 note("commit", **where, step=steps[newest])

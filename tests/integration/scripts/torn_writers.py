@@ -192,7 +192,7 @@ def write(prefix: Path, marks: Marks) -> None:
         raise RuntimeError("what the parent has seen whole cannot be resumed from")
     committer_of(state).use_session(Session(last.tick if last is not None else 0))
     while True:
-        tick = committer_of(state).ticks + 1
+        tick = committer_of(state).session.ticks + 1
         fill(state, tick)
         marks.begin(tick)
         state.commit()

@@ -151,11 +151,13 @@ def train(state: elastic.TorchState) -> int:
             if state.step == 5:
                 evaluate(args.evaluate)
             before = state.commits[0]
-            steps[g, committer_of(state).ticks + 1] = state.step
+            steps[g, committer_of(state).session.ticks + 1] = state.step
             state.commit(every=args.commit_every)
             newest = state.commits[0]
-            if follows is not None and committer_of(state).ticks % args.commit_every == 0:  # the keeper seals it
-                note("commit", generation=g, rank=rank, step=state.step, id=[g, committer_of(state).ticks])
+            if (
+                follows is not None and committer_of(state).session.ticks % args.commit_every == 0
+            ):  # the keeper seals it
+                note("commit", generation=g, rank=rank, step=state.step, id=[g, committer_of(state).session.ticks])
             elif newest != before:  # the newest sealed commit may be that of an earlier step
                 note("commit", generation=g, rank=rank, step=steps.get(newest, state.step), id=list(newest))
     except Exception as error:

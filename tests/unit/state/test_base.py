@@ -117,7 +117,7 @@ def test_commit_every_less_than_one_is_refused(every: int) -> None:
     state = ObjectState(n=0)
     with pytest.raises(UsageError, match=rf"commit\(every={every}\): must be at least 1"):
         state.commit(every=every)
-    assert committer_of(state).ticks == 0
+    assert committer_of(state).session.ticks == 0
 
 
 def test_the_save_comes_before_the_tick_that_interrupts(member: Any, world: Any) -> None:
