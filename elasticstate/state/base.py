@@ -35,10 +35,6 @@ from elasticstate.state.session import Kinds
 from elasticstate.state.tick_record import QuickCapture
 from elasticstate.state.values import CANNOT_BE_PICKLED, Captured, Parts, Tree, copy_with_same_tensors, dumps, is_array
 
-# --------------------------------------------------------------------------------------------------------------- search
-# Search for objects to which a value refers, through containers, attributes and variables of functions.
-
-
 _MAX_OBJECTS = 200_000  # that a search looks at
 _ATOMS = (str, int, float, complex, type, ModuleType, BuiltinFunctionType)
 _LEAVES = (torch.Tensor, np.ndarray, bytes, bytearray, DataLoader, Dataset, Sampler, LRScheduler)
@@ -46,6 +42,8 @@ _LEAVES = (torch.Tensor, np.ndarray, bytes, bytearray, DataLoader, Dataset, Samp
 
 def search(root: object, stops: tuple[type, ...] = ()) -> tuple[list[object], bool]:
     """Return all objects that ``root`` refers to, itself included, and False if there are too many.
+
+    The search goes through containers, attributes and variables of functions.
 
     ``stops``: classes of objects whose references are not followed.
     """

@@ -45,10 +45,6 @@ from elasticstate.state.layout import (
 from elasticstate.state.snapshot import LENGTH_BYTES, Buffer, dtype_name
 from elasticstate.state.values import Values
 
-# -------------------------------------------------------------------------------------------------------------- regions
-# Regions of tensors, and the contiguous runs of bytes that they consist of in two places.
-
-
 STAGING_BYTES = 64 << 20
 """Size of the buffer for regions that cannot be read directly into their target."""
 RUN_BYTES = 8 << 10

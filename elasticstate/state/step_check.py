@@ -394,7 +394,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 _KEYS = {LRScheduler: "last_epoch", torch.amp.GradScaler: "_growth_tracker", AveragedModel: "n_averaged"}
-"""Classes of such objects, and a key by which the result of their ``state_dict()`` can be told."""
+"""Classes of objects that a state may lack, and a key by which the result of their ``state_dict()`` can be told."""
 
 _EFFECTS = {
     LRScheduler: "changes the learning rates of state.{optimizer}",
