@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a planted FIFO must not block
 _OTHERS = 0o077
@@ -128,18 +129,25 @@ def _look_of_own_files(device: int, directory: str, parent: int | None) -> tuple
     return _looks[device]
 
 
-def write_file(directory: int, name: str, data: bytes, mode: int = 0o600) -> None:
-    """Replace the content of a file atomically: a reader gets the old or the new content. Raises OSError."""
+@contextmanager
+def replacing(directory: int, name: str, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """Write a file that replaces ``name`` when it is complete. An error leaves the old one. Raises OSError."""
     fresh = f"{name}.new"
     try:
-        with open(make_file(directory, fresh), "wb") as file:
-            file.write(data)
-            os.fchmod(file.fileno(), mode)
+        with open(make_file(directory, fresh, mode), "wb") as file:
+            yield file
         os.replace(fresh, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             os.unlink(fresh, dir_fd=directory)
         raise
+
+
+def write_file(directory: int, name: str, data: bytes, mode: int = 0o600) -> None:
+    """Replace the content of a file atomically: a reader gets the old or the new content. Raises OSError."""
+    with replacing(directory, name) as file:
+        file.write(data)
+        os.fchmod(file.fileno(), mode)
 
 
 def read_file(directory: int, name: str) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import pairwise
@@ -21,7 +20,7 @@ from elasticstate.commits import METADATA, SavedOffsets, Stored, decode
 from elasticstate.durable.durable_storage import descriptor
 from elasticstate.durable.parts import file_header
 from elasticstate.durable.stored_copies import DamagedCopyError, Manifest, Part, StoredCopies
-from elasticstate.private import make_file
+from elasticstate.private import replacing
 
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape
@@ -73,20 +72,15 @@ def export(
     tensors = _find(copies, name, manifest)
     chosen = _chosen(tensors, value)
     parent, target = os.path.split(path)
-    with descriptor(os.open(parent or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
-        fresh = f"{target}.new"
-        with open(make_file(directory, fresh, 0o644), "wb") as file:  # in place of a link that somebody has planted
-            try:
-                file.write(_lay_out(chosen))
-                file.flush()
-                for number, part in enumerate(manifest.parts):
-                    _copy(file.fileno(), copies.data(name, part), number, chosen.values(), progress)
-                os.fsync(file.fileno())
-                os.replace(fresh, target, src_dir_fd=directory, dst_dir_fd=directory)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(fresh, dir_fd=directory)
-                raise
+    with (
+        descriptor(os.open(parent or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory,
+        replacing(directory, target, 0o644) as file,  # in place of a link that somebody has planted
+    ):
+        file.write(_lay_out(chosen))
+        file.flush()
+        for number, part in enumerate(manifest.parts):
+            _copy(file.fileno(), copies.data(name, part), number, chosen.values(), progress)
+        os.fsync(file.fileno())
     return len(chosen)
 
 
