@@ -39,8 +39,6 @@ from typing import Any
 
 import msgspec
 
-from elasticstate import processes
-from elasticstate.options import agent_variable
 from elasticstate.private import is_private, is_still, open_directory, open_file, read_file, write_file
 
 ID_FILE = "id"
@@ -278,6 +276,9 @@ def _take_lock(find: Callable[[], Path], pause: Callable[[], bool], timeout_s: f
             fd = open_directory(path)
             if _try_lock(fd) and is_still(path, fd):
                 if evicted:
+                    from elasticstate import processes  # only now: who reads headers needs none of it
+                    from elasticstate.options import agent_variable
+
                     processes.kill_marked(*agent_variable(_agent_of(fd)[1]))
                 return path, fd
             if time.monotonic() > deadline and not evicted:
