@@ -17,12 +17,11 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.state import Running
 from elasticstate.core.step import next_deadline
 from elasticstate.core.types import listed
-from elasticstate.discovery import Hosts, HostSource, host_source
+from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
-from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import EventQueue, JobState, Journal
 from elasticstate.driver.metrics_port import metrics_served

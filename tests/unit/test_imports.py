@@ -21,7 +21,7 @@ PROCESSES = {"agent", "check", "driver", "state", "worker"}
 # The processes that a part may know of; by default, a part knows of none, of no command, library or plug-in.
 KNOWN = {
     "agent": set[str](),
-    "check": {"driver"},
+    "check": set[str](),
     "driver": set[str](),
     "extension": {"state", "worker"},
     "history": COMMANDS,
