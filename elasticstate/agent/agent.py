@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import msgspec
+
 from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.files import JobPlace, clean_regularly
@@ -329,9 +331,9 @@ class Service:
                 self._workers.stop(worker, kill)
             case messages.ToWorkers(workers, body):
                 self._send(workers, body)
-            case messages.WorldsOnHost(worlds):
+            case messages.World():
                 self._stores.close()
-                self._publish(worlds)
+                self._publish(message)
             case messages.BackendOrder(data):
                 self._job.begin(self._backend.order(data))
             case messages.ReplicateOrder(commit, targets):
@@ -375,16 +377,18 @@ class Service:
             if isinstance(body, messages.Leave):
                 self._workers.kill_later(worker)
 
-    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldView], ...]) -> None:
+    def _publish(self, world: messages.World) -> None:
+        """Send the members on this host their world."""
         self._workers.exits.clear()
-        for worker, world in worlds:
-            self._supervisor.world_size = world.size
-            handle = self._job.handles.get(worker)
+        self._supervisor.world_size = world.size
+        for reader, member in enumerate(world.members):
+            handle = self._job.handles.get(member.worker)
             if handle is not None:
                 handle.joined = world.generation
-                handle.audience.rank = world.placement.rank
+                handle.audience.rank = member.rank
                 handle.lasting.clear()
-            self._socket.send(worker, codec.encode_to_worker(world))
+            own = msgspec.structs.replace(world, reader=reader)
+            self._socket.send(member.worker, codec.encode_to_worker(own))
 
     # --------------------------------------------------------------------------------------- messages of the workers
 

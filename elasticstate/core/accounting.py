@@ -34,7 +34,7 @@ from elasticstate.core.state import (
     Waiting,
     Worker,
 )
-from elasticstate.core.worlds import NOTHING, keeps, newest, survivors_of
+from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 # ------------------------------------------------------------------------------------------------------------- activity
 # The activity of a job, derived from the core's state. The account of time (figures.py) adds up activities.
@@ -268,7 +268,7 @@ def _sealed(d: Draft) -> Iterator[tuple[t.SlotId, t.CommitId]]:
     """Yield, for each keeper in the ended world, the newest commit that is known to be sealed in its slot."""
     world = d.world
     for placement in world.members if world is not None else ():
-        if world is not None and not keeps(world, placement.rank):
+        if world is not None and not world.keeps(placement.rank):
             continue
         slot_id = placement.worker.slot_id
         slot = d.slots.get(slot_id)

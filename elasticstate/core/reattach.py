@@ -26,7 +26,7 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.state import Draft, Failure, Finishing, Host, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership
 from elasticstate.core.types import ShardLayout, listed
-from elasticstate.core.worlds import NOTHING, keeps
+from elasticstate.core.worlds import NOTHING
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
 
@@ -153,7 +153,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
                     moved_at=d.now,
                     place=t.Place.TRAIN,
                     lacked=placement.rank in lacking,
-                    keeps=keeps(world, placement.rank),
+                    keeps=world.keeps(placement.rank),
                 ),
             )
         else:

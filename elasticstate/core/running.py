@@ -228,7 +228,7 @@ def become_running(
     report_hang(d)
     world = make_world(d, chosen, line, sources)
     enter(d, world)
-    d.effects.append(t.PublishWorld(world))
+    d.effects.append(world)
     d.note(
         "world_formed",
         size=world.size,

@@ -242,9 +242,6 @@ def chosen(d: Draft, free: Sequence[t.SlotId], are_more_expected: bool) -> list[
 def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t.PlainPlace]]:
     """Return the places of ``workers``, which are in the order of their hosts."""
     placements = assign([(worker, NEWCOMER) for worker in workers])
-    first: dict[str, int] = {}
-    for placement in placements:
-        first.setdefault(placement.worker.host, placement.rank)
     return [
         (
             p,
@@ -252,7 +249,7 @@ def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t
                 generation=d.generation + 1,
                 rank=p.rank,
                 size=len(placements),
-                local_rank=p.rank - first[p.worker.host],
+                local_rank=p.local_place,
                 local_size=p.local_size,
                 group_rank=p.cross_rank,
                 group_size=p.cross_size,
@@ -278,7 +275,8 @@ def publish(d: Draft) -> None:
     assert present is not None
     left = [] if d.world is None else [str(member.worker) for member in d.world.members]
     accounting.next_generation(d)
-    d.world = t.World(d.generation + 1, present.members, 0, (), "", fresh=True, is_plain=True)
+    members = present.members
+    d.world = t.World(d.generation + 1, members, len(members), 0, (), "", fresh=True, is_plain=True)
     for member in present.members:
         worker = d.workers.get(member.worker)
         if worker is not None:

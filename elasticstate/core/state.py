@@ -56,7 +56,7 @@ def assign(workers: Sequence[tuple[WorkerId, int]]) -> tuple[Placement, ...]:
                     rank=len(placements),
                     local_rank=slot,
                     local_size=len(members),
-                    local_leader=position == 0,
+                    local_place=position,
                     cross_rank=cross_rank,
                     cross_size=len(ordered),
                 )
@@ -74,7 +74,7 @@ def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> Placement:
         rank=rank,
         local_rank=local_rank,
         local_size=len(members),
-        local_leader=rank == members[0],
+        local_place=local_rank,
         cross_rank=hosts.index(host),
         cross_size=len(hosts),
     )

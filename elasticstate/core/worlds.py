@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import inf
+
+from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker, assign
@@ -14,20 +15,6 @@ from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker, assign
 #
 # A follower restores the commit of its host's keeper. It never counts as a holder of the job's state, because it has
 # no buffers that outlive a failure. See docs/decisions/one-copy-per-host.md.
-
-
-def keeps(world: t.World, rank: int) -> bool:
-    """Return True if this rank keeps commits of its own."""
-    return not world.keepers or rank in world.keepers
-
-
-def keeper_of(world: t.World, rank: int) -> int:
-    """Return the rank whose commits this rank restores: itself, or a keeper on its host, the root before others."""
-    if keeps(world, rank):
-        return rank
-    host = world.members[rank].worker.host
-    mates = [keeper for keeper in world.keepers if world.members[keeper].worker.host == host]
-    return world.root if world.root in mates else mates[0]
 
 
 def choose_keepers(
@@ -130,18 +117,26 @@ def make_world(
     lacking = [rank for rank, commit in enumerate(commits) if rank != root and (commit != best or commit == NOTHING)]
     first = d.workers[placements[0].worker].ready
     assert first is not None
-    fresh = not any(worker.joined for worker in chosen)
-    if line is not None:
-        return t.World(d.generation + 1, placements, root, (), first.store, fresh, line=line, sources=sources)
-    durable = durable_source(d, bool(d.shards.layouts) or best != NOTHING) if resumes_from_copy(d, chosen) else None
-    if d.shards.layouts:
-        return t.World(d.generation + 1, placements, root, (), first.store, fresh, durable=durable)
-    keepers = choose_keepers(d, placements, root, lacking, commits)
     world = t.World(
-        d.generation + 1, placements, root, tuple(lacking), first.store, fresh, durable=durable, keepers=keepers
+        d.generation + 1,
+        placements,
+        len(placements),
+        root,
+        (),
+        first.store,
+        fresh=not any(worker.joined for worker in chosen),
+        line=line,
+        sources=sources,
     )
-    near = [rank for rank in lacking if _is_near(d, world, rank, best)]
-    return replace(world, near=tuple(near)) if near else world
+    if line is not None:
+        return world
+    if resumes_from_copy(d, chosen):
+        world = replace(world, durable=durable_source(d, bool(d.shards.layouts) or best != NOTHING))
+    if d.shards.layouts:
+        return world
+    keepers = choose_keepers(d, placements, root, lacking, commits)
+    world = replace(world, lacking_runs=t.as_runs(lacking), keepers=keepers)
+    return replace(world, near_runs=t.as_runs(rank for rank in lacking if _is_near(d, world, rank, best)))
 
 
 def durable_source(d: Draft, is_sharded: bool = False) -> t.DurableSource | None:
@@ -169,10 +164,10 @@ def resumes_from_copy(d: Draft, chosen: Iterable[Worker]) -> bool:
 def _is_near(d: Draft, world: t.World, rank: int, best: t.CommitId) -> bool:
     """Return True if the worker of this rank can read the state from the memory of its host: the commit of its keeper,
     or, if it keeps commits itself, that of the root. ``best``: the newest commit of all members."""
-    is_keeper = keeps(world, rank)
+    is_keeper = world.keeps(rank)
     if is_keeper and best == NOTHING:
         return False
-    source_rank = world.root if is_keeper else keeper_of(world, rank)
+    source_rank = world.root if is_keeper else world.keeper_of(rank)
     worker, source = (d.workers[world.members[index].worker] for index in (rank, source_rank))
     if worker.ready is None or source.ready is None or worker.id.host != source.id.host:
         return False
@@ -200,7 +195,7 @@ def enter(d: Draft, world: t.World) -> None:
             answer=None,
             in_gate=False,
             lacked=placement.rank in lacking,
-            keeps=keeps(world, placement.rank),
+            keeps=world.keeps(placement.rank),
             draining_since=d.now if worker.draining else worker.draining_since,
             ticks=0,
             ticks_at=d.now,

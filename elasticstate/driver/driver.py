@@ -526,8 +526,8 @@ class Driver:
                 self._replicate(commit, copies)
             case t.ForgetCopies(host=host):
                 agents.send(host, effect) if host else agents.send_to_all(effect)
-            case t.PublishWorld(world):
-                self._publish(world)
+            case t.World():
+                self._publish(effect)
             case t.EndJob(succeeded, cause):
                 ended = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
                 self._state.outcome = self._state.stopped or ended
@@ -561,5 +561,5 @@ class Driver:
         workers = self._state.membership.workers.values()
         self._backend.before_world(worker.id for worker in workers if worker.late)
         spec.spare_garbage_collection(world.size)
-        for host, worlds in spec.world_messages(self._job, world, self._options, self._state.copy_servers):
-            self._agents.send(host, worlds)
+        for host, part in spec.parts_of(world, self._options, self._state.copy_servers):
+            self._agents.send(host, part)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+import msgspec
+
 from elasticstate import backends
 from elasticstate.core import types as t
-from elasticstate.core.worlds import keeper_of, keeps
 from elasticstate.net import messages
-from elasticstate.net.messages import as_runs
 from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 
 _MOST_SOURCES = 1000
@@ -66,61 +66,34 @@ def spare_garbage_collection(workers: int) -> None:
     gc.set_threshold(max(700, 10 * workers), 10, 10)
 
 
-def _named(sources: Sequence[t.ShardSource]) -> list[t.ShardSource]:
-    """Return the copies that a WorldView names: the first ones of each digest, as many as fit into a datagram."""
+def parts_of(world: t.World, options: Options, copy_servers: Mapping[str, str]) -> Iterator[tuple[str, t.World]]:
+    """Yield, by host, the part of a world that its members receive. ``copy_servers``: by host, the address."""
+    sources = _first_sources(world.sources)
+    hosts = dict.fromkeys(source.copy.host for source in sources)
+    world = msgspec.structs.replace(
+        world,
+        sources=sources,
+        copy_servers=tuple((host, copy_servers.get(host, "")) for host in hosts),
+        options=t.MemberOptions(
+            collective_timeout_s=options.collective_timeout_s,
+            regroup_timeout_s=options.regroup_timeout_s,
+            verify_sync=options.verify_sync,
+            records_ticks=options.tick_records and options.lease_s is None,
+        ),
+    )
+    for host, on_host in groupby(world.members, key=lambda placement: placement.worker.host):
+        members = tuple(on_host)
+        keepers = set(world.keepers).intersection(member.rank for member in members)
+        yield host, msgspec.structs.replace(world, members=members, keepers=tuple(sorted(keepers)))
+
+
+def _first_sources(sources: tuple[t.ShardSource, ...]) -> tuple[t.ShardSource, ...]:
+    """Return the first copies of each digest, as many as fit into a datagram, in their order."""
     if len(sources) <= _MOST_SOURCES:
-        return list(sources)
+        return sources
     number: Counter[int] = Counter()
     places: list[tuple[int, int]] = []
     for source in sources:
         places.append((number[source.digest], len(places)))
         number[source.digest] += 1
-    return [sources[position] for _, position in sorted(sorted(places)[:_MOST_SOURCES], key=lambda place: place[1])]
-
-
-def _followed(world: t.World, rank: int) -> int | None:
-    """Return the slot of the keeper whose commits this rank restores; None if the rank keeps its own."""
-    return None if keeps(world, rank) else world.members[keeper_of(world, rank)].worker.slot
-
-
-def world_messages(
-    job: str, world: t.World, options: Options, copy_servers: Mapping[str, str]
-) -> Iterator[tuple[str, messages.WorldsOnHost]]:
-    """Yield, by host, the message with the worlds of its members. ``copy_servers``: by host, the address."""
-    sources = tuple((source, copy_servers.get(source.copy.host, "")) for source in _named(world.sources))
-    lacking, near = as_runs(world.lacking), as_runs(world.near)
-    root_slot = world.members[world.root].worker.slot
-    for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
-        yield (
-            host,
-            messages.WorldsOnHost(
-                tuple(
-                    (
-                        placement.worker,
-                        messages.WorldView(
-                            job=job,
-                            generation=world.generation,
-                            placement=placement,
-                            size=world.size,
-                            root=world.root,
-                            lacking_runs=lacking,
-                            store=world.store,
-                            collective_timeout_s=options.collective_timeout_s,
-                            regroup_timeout_s=options.regroup_timeout_s,
-                            verify_sync=options.verify_sync,
-                            records_ticks=options.tick_records and options.lease_s is None,
-                            fresh=world.fresh,
-                            near_runs=near,
-                            root_slot=root_slot,
-                            line=world.line,
-                            sources=sources,
-                            durable=world.durable,
-                            one_copy=bool(world.keepers),
-                            follows=_followed(world, placement.rank),
-                            local_place=local_place,
-                        ),
-                    )
-                    for local_place, placement in enumerate(members)
-                )
-            ),
-        )
+    return tuple(sources[place] for place in sorted(place for _, place in sorted(places)[:_MOST_SOURCES]))

@@ -66,7 +66,7 @@ def encode_to_worker(message: messages.ToWorkerBody) -> bytes:
     """Encode a message for the worker's socket: a head of fixed size for the sentinel, then MessagePack."""
     kind, generation, tick = MessageKind.OTHER, 0, 0
     match message:
-        case messages.WorldView(generation=generation):
+        case messages.World(generation=generation):
             kind = MessageKind.WORLD
         case messages.Hold(generation, tick):
             kind = MessageKind.HOLD

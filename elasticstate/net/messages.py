@@ -9,7 +9,7 @@
       | -- StartWorker ----------> | --- spawn ------------------> |
       |                            | <- Hello ------------------- |
       | <- Ready ----------------- | <- Ready ------------------- |
-      | -- WorldView ---------> | -- WorldView -----------> |   init_process_group, sync, train
+      | -- World ---------------> | --- World -----------------> |   init_process_group, sync, train
       | -- Hold -----------------> | -- Hold -------------------> |
       | <- HoldAnswer ------------ | <- HoldAnswer -------------- |
       | -- End(at tick K) -------> | -- End --------------------> |   all save and raise at tick K
@@ -23,7 +23,6 @@ inside :class:`ToWorkers`. A message about a generation names it, and has no eff
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
 
 import msgspec
 
@@ -39,7 +38,6 @@ from elasticstate.core.types import (
     CopyDropped as CopyDropped,
     CopyFigures,
     CopyKept as CopyKept,
-    DurableSource,
     End as End,
     First as First,
     ForgetCopies as ForgetCopies,
@@ -54,12 +52,10 @@ from elasticstate.core.types import (
     Message as Message,
     OpenGate as OpenGate,
     Place as Place,
-    Placement,
     PlainStoreJoined as PlainStoreJoined,
     Ready as Ready,
     Release as Release,
     Report as Report,
-    ShardSource,
     Stamp as Stamp,
     StartWorker as StartWorker,
     StopReplication as StopReplication,
@@ -70,6 +66,7 @@ from elasticstate.core.types import (
     WorkerPreemptionNotice as WorkerPreemptionNotice,
     WorkerUnresponsive as WorkerUnresponsive,
     WorkerUsesRun as WorkerUsesRun,
+    World as World,
 )
 from elasticstate.options import Options
 
@@ -145,48 +142,6 @@ FromWorkerBody = Hello | RequestStorage | RunUsed | GrowBuffer | Aside | Report
 # ------------------------------------------------------------------------------------------------ agent -> worker
 
 
-class WorldView(Message, frozen=True):
-    """A world from the view of one member: what the driver sends to it, and what ``rank()`` and the like show."""
-
-    job: str
-    generation: int
-    placement: Placement
-    size: int
-    root: int
-    lacking_runs: tuple[tuple[int, int], ...]  # ranks that lack the state: in a first world all but one do
-    store: str  # "address:port"
-    collective_timeout_s: float
-    regroup_timeout_s: float
-    verify_sync: bool
-    fresh: bool = False  # all members are new processes
-    near_runs: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory
-    root_slot: int = 0  # of the root, on its host
-    records_ticks: bool = False
-    line: CommitId | None = None  # the commit from which a sharded job starts
-    sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
-    durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
-    one_copy: bool = False  # with --one-copy-per-host
-    follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
-    local_place: int = 0  # place among the workers of its host, without gaps
-
-    @property
-    def rank(self) -> int:
-        return self.placement.rank
-
-    @property
-    def lacking(self) -> tuple[int, ...]:
-        return from_runs(self.lacking_runs)
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        return from_runs(self.near_runs)
-
-    @property
-    def store_address(self) -> tuple[str, int]:
-        host, port = self.store.rsplit(":", 1)
-        return host, int(port)
-
-
 class BufferGrown(Message, frozen=True):
     """Size of the file of commit buffer ``index``, or ``error``: why it cannot be so large."""
 
@@ -211,7 +166,7 @@ class Storage(Message, frozen=True):
 
 
 ToWorkerBody = (
-    WorldView | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | AskWhere | BufferGrown | Storage
+    World | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | AskWhere | BufferGrown | Storage
 )
 
 
@@ -447,12 +402,6 @@ class ToWorkers(Message, frozen=True):
     body: ToWorkerBody
 
 
-class WorldsOnHost(Message, frozen=True):
-    """The part of a world that concerns one host: one WorldView for each member there."""
-
-    worlds: tuple[tuple[WorkerId, WorldView], ...]
-
-
 class BackendOrder(Message, frozen=True):
     """Order of the backend's part in the driver to its part in an agent. Only the backend decodes ``data``."""
 
@@ -504,7 +453,7 @@ ToAgent = (
     | DropDurable
     | StopWorker
     | ToWorkers
-    | WorldsOnHost
+    | World
     | BackendOrder
     | ReplicateOrder
     | StopReplication
@@ -540,23 +489,3 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: tuple[tuple[str, str], ...]  # for the workers; the job's variables override these
     rack: str = ""  # of this host; empty: the one from discovery
     is_joining: bool = False  # started by ``elasticrun agent``, perhaps in a terminal, and not by the driver
-
-
-# ----------------------------------------------------------------------------------------------------------------- runs
-# Ascending numbers as runs, for short messages: in a first world of 10000 members, all but one lack the state.
-
-
-def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return ascending numbers as runs [first, last + 1)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return tuple(runs)
-
-
-def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the numbers of these runs: the reverse of :func:`as_runs`."""
-    return tuple(number for first, behind in runs for number in range(first, behind))

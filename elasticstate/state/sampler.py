@@ -175,7 +175,7 @@ def local_place() -> int:
     The local leader has place 0. A survivor's place changes when workers of other slots leave or return.
     """
     try:
-        return present_world.world().local_place
+        return present_world.world().placement.local_place
     except NotInWorldError:
         return 0
 

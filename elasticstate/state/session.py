@@ -94,8 +94,8 @@ class Session(Protocol):
         """The commit from which this world starts. None: no values are attached, or nothing is committed yet."""
 
     @property
-    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
-        """Copies of ``line`` in the order in which to try them, each with the "ip:port" of its copy server."""
+    def sources(self) -> tuple[ShardSource, ...]:
+        """Copies of ``line`` in the order in which to try them."""
 
     def record_attached(self, digests: tuple[int, ...], /) -> None:
         """Record that all ranks have attached values whose shards have these digests, and sealed (generation, 0)."""
@@ -177,7 +177,7 @@ class SoloSession:
     one_copy = False
     follows: int | None = None
     line: CommitId | None = None
-    sources: tuple[tuple[ShardSource, str], ...] = ()
+    sources: tuple[ShardSource, ...] = ()
     verify_sync = False
     records_ticks = False  # a failure ends this process, and there are no others
     has_peers = False

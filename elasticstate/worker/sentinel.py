@@ -257,7 +257,7 @@ class Sentinel:
         names: int = 0,
         has_shards: bool = False,
         meanwhile: Callable[[], None] | None = None,
-    ) -> messages.WorldView:
+    ) -> messages.World:
         """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
 
         ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
@@ -289,13 +289,13 @@ class Sentinel:
         if message is None:
             self._leave()
         world = codec.decode_to_worker(message)
-        assert isinstance(world, messages.WorldView)
+        assert isinstance(world, messages.World)
         return world
 
-    def enter(self, world: messages.WorldView, context: Severable) -> None:
+    def enter(self, world: messages.World, context: Severable) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._tick_end, self.has_gone_on = None, False
-        self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s
+        self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.options.regroup_timeout_s
         self._entered_ns, self._own_end, self._has_reported_hang = time.time_ns(), "", False
         self._native.enter(world.generation, context.sockets)
         self._has_left = threading.Event()

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.core.types import ShardSource
+from elasticstate.core.types import ShardSource, World
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
-from elasticstate.net.messages import WorldView
 from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits
@@ -47,9 +46,9 @@ class WorkerSession:
         self._reported_bytes = self._sized_in = 0  # size of a commit of the world with this generation
         self._restore_group: dist.ProcessGroup | None = None  # of the present world
         self.worker_key = worker_key
-        self.view: WorldView = present_world.alone()
+        self.view: World = present_world.alone()
 
-    def enter(self, view: WorldView, context: Context) -> None:
+    def enter(self, view: World, context: Context) -> None:
         """Use this world from now on."""
         self.view, self._context = view, context
 
@@ -87,7 +86,7 @@ class WorkerSession:
 
     @property
     def one_copy(self) -> bool:
-        return self.view.one_copy
+        return bool(self.view.keepers)
 
     @property
     def follows(self) -> int | None:
@@ -98,7 +97,7 @@ class WorkerSession:
         return self.view.line
 
     @property
-    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
+    def sources(self) -> tuple[ShardSource, ...]:
         return self.view.sources
 
     def check(self) -> None:
@@ -142,11 +141,11 @@ class WorkerSession:
 
     @property
     def verify_sync(self) -> bool:
-        return self.view.verify_sync
+        return self.view.options.verify_sync
 
     @property
     def records_ticks(self) -> bool:
-        return self.view.records_ticks and self.view.size > 1 and self.view.follows is None
+        return self.view.options.records_ticks and self.view.size > 1 and self.view.follows is None
 
     def progress(self) -> None:
         self._page.progress()
@@ -169,8 +168,7 @@ class WorkerSession:
         self._sentinel.send(messages.Attached(self.view.generation, digests))
 
     def copy_reader(self) -> CopyReader:
-        addresses = {source.copy.host: address for source, address in self.view.sources}
-        client = ReplicaClient(addresses, self._key(), _SILENCE_S)
+        client = ReplicaClient(dict(self.view.copy_servers), self._key(), _SILENCE_S)
         watch = threading.Thread(target=self._close_at_end, args=(client, self.generation), daemon=True)
         watch.start()
         host = self.worker_key.rpartition("#")[0].rpartition(":")[0]
@@ -209,7 +207,7 @@ class LastWorldSession:
     one_copy = False
     follows: int | None = None
     line: CommitId | None = None
-    sources: tuple[tuple[ShardSource, str], ...] = ()
+    sources: tuple[ShardSource, ...] = ()
     verify_sync = False
     records_ticks = False
 

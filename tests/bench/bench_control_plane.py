@@ -99,12 +99,12 @@ class Agent:
                 self.workers.append(worker)
                 self.send(messages.Started(worker, 1))
                 self.part.count("spawned")
-            case messages.WorldsOnHost(worlds):
-                self.generation, self.tick, self.trains = worlds[0][1].generation, 1, True
-                self.stamps_interval_s = stamps_interval_s(self.timeout_s, worlds[0][1].size)
-                self.part.count(f"world {self.generation}", len(worlds))
-                if worlds[0][1].placement.rank == 0:
-                    self.say(worlds[0][0], messages.First(self.generation))
+            case messages.World():
+                self.generation, self.tick, self.trains = order.generation, 1, True
+                self.stamps_interval_s = stamps_interval_s(self.timeout_s, order.size)
+                self.part.count(f"world {self.generation}", len(order.members))
+                if order.rank == 0:
+                    self.say(order.placement.worker, messages.First(self.generation))
             case messages.ToWorkers(_, body):
                 self.told(body)
             case messages.Shutdown():

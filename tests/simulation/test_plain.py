@@ -142,7 +142,7 @@ class PlainJob:
             case t.EndJob():
                 assert self.end is None
                 self.end = effect
-            case t.PublishWorld() | t.Hold() | t.End() | t.OpenGate() | t.Leave():
+            case t.World() | t.Hold() | t.End() | t.OpenGate() | t.Leave():
                 raise AssertionError(f"{effect} for plain workers")
 
     def act(self) -> None:

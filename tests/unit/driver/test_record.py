@@ -92,7 +92,7 @@ def test_what_a_killed_driver_has_written_is_found_by_the_next_one() -> None:
         a_record(),
         hosts=(HostSlots("a", 2),),
         agents=("a",),
-        world=World(3, members, 0, (1,), "127.0.0.1:9"),
+        world=World(3, members, 2, 0, ((1, 2),), "127.0.0.1:9"),
         ages=(0, 1),
         next_age=2,
         highest=CommitId(2, 7),

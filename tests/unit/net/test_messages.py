@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import Placement
+from elasticstate.core.types import Placement, as_runs, from_runs
 from elasticstate.net import codec, messages
-from elasticstate.net.messages import as_runs, from_runs
 
 W = WorkerId("h", 0, 1)
-WORLD = messages.WorldView("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0, False)
+WORLD = messages.World(3, (Placement(W, 0, 0, 1, 0, 0, 1),), 1, 0, ((0, 2),), "h:1", keepers=(0, 3))
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 2, CommitId(1, 2))
 SAID = [
     (codec.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
@@ -21,7 +20,7 @@ SAID = [
         messages.HostReport(((0, CommitId(1, 1)),), (messages.WorkerReport(W, 1, 1, STAMP, ()),)),
     ),
     (codec.decode_from_agent, messages.FromWorker(W, messages.Ready(1, None, CommitId(1, 1), "h:1", 2, 0.5))),
-    (codec.decode_to_agent, messages.WorldsOnHost(((W, WORLD),))),
+    (codec.decode_to_agent, WORLD),
     (codec.decode_to_agent, messages.ToWorkers(None, messages.End(1, None, "x"))),
 ]
 

@@ -38,8 +38,8 @@ class Context:
         return self.failure
 
 
-def world(generation: int) -> messages.WorldView:
-    return messages.WorldView("job", generation, Placement(ME, 0, 0, 1, True, 0, 1), 1, 0, (), "h:1", 60.0, 60.0, False)
+def world(generation: int) -> messages.World:
+    return messages.World(generation, (Placement(ME, 0, 0, 1, 0, 0, 1),), 1, 0, (), "h:1")
 
 
 @pytest.fixture

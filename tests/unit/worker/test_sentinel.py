@@ -25,12 +25,12 @@ from elasticstate.worker.sentinel import Sentinel
 
 GENERATION = 3
 ME = WorkerId("h", 0, 1)
-PLACE = Placement(ME, 0, 0, 1, True, 0, 1)
+PLACE = Placement(ME, 0, 0, 1, 0, 0, 1)
 LONG_S = 20.0
 
 
-def world(generation: int) -> messages.WorldView:
-    return messages.WorldView("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0, False)
+def world(generation: int) -> messages.World:
+    return messages.World(generation, (PLACE,), 1, 0, (), "h:1")
 
 
 class Worker:

@@ -43,8 +43,8 @@ def say(text):
     os.write(1, text.encode() + b"\\n")
 
 def enter():
-    place = Placement(WorkerId("h", 0, 1), 0, 0, 1, True, 0, 1)
-    world = messages.WorldView("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0, False)
+    place = Placement(WorkerId("h", 0, 1), 0, 0, 1, 0, 0, 1)
+    world = messages.World({GENERATION}, (place,), 1, 0, (), "127.0.0.1:" + sys.argv[3])
     sentinel.enter(world, Context)
     sentinel.begin_training()
 
