@@ -48,9 +48,8 @@ from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
 from elasticstate.machine import slots_of_this_machine
 from elasticstate.net import codec, messages
-from elasticstate.net.agent_status import AgentStatus, answering
 from elasticstate.net.control import Refused
-from elasticstate.net.link import AgentSocket
+from elasticstate.net.link import AgentSocket, AgentStatus, answering
 from elasticstate.net.messages import Launch
 from elasticstate.net.trust import read_token
 from elasticstate.replicas.pusher import HostReplicas, Target, Targets

@@ -34,8 +34,8 @@ SOURCES = {
     "script": "elasticstate.discovery.sources:DiscoveryScript",
     "dial-in": "elasticstate.discovery.sources:DialIn",
     "slurm": "elasticstate.discovery.sources:SlurmNodes",
-    "ray": "elasticstate.ray.nodes:RayNodes",
-    "kubernetes": "elasticstate.kubernetes.pods:Pods",
+    "ray": "elasticstate.ray:RayNodes",
+    "kubernetes": "elasticstate.kubernetes:Pods",
 }
 """The project's own host sources."""
 

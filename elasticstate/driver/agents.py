@@ -18,7 +18,6 @@ from pathlib import Path
 from elasticstate import commits as commit_directory
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
-from elasticstate.driver.beats import next_beat
 from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
 from elasticstate.errors import OptionError
@@ -41,7 +40,7 @@ from elasticstate.net.trust import Trust
 from elasticstate.options import CONNECT_TIMEOUT_S, Options, agent_variable, passed_on
 from elasticstate.options.kinds import is_host_name, split_address
 from elasticstate.processes import kill_marked
-from elasticstate.threads import in_thread
+from elasticstate.threads import in_thread, next_beat
 
 # --------------------------------------------------------------------------------------------------------- agent handle
 # The driver's record of an agent.

@@ -7,6 +7,7 @@ import secrets
 import signal
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,11 +21,9 @@ from elasticstate.core.types import listed
 from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
-from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import EventQueue, JobState, Journal
-from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.output import (
     CountedLines,
     LiveLine,
@@ -35,6 +34,7 @@ from elasticstate.driver.output import (
 from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, lost_hosts, next_record
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report
+from elasticstate.driver.screen import Screen
 from elasticstate.driver.status import overview_of, status_text
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
@@ -42,9 +42,12 @@ from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_this_machine
 from elasticstate.net.strangers import Strangers
 from elasticstate.options import Options
+from elasticstate.plug_ins import load_with_library
 from elasticstate.processes import allow_many_descriptors
-from elasticstate.screen.screen import Screen
 from elasticstate.threads import in_thread
+
+if TYPE_CHECKING:
+    from elasticstate.driver.dashboard.server import Dashboard
 
 # --------------------------------------------------------------------------------------------------------- stop signals
 # StopSignals: signals that end a job.
@@ -91,6 +94,10 @@ class StopSignals:
 # --------------------------------------------------------------------------------------------------------------- driver
 
 
+_METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
+_DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
+
+
 class Driver:
     """The driver of one job. ``await Driver(options).run()`` returns the exit status.
 
@@ -132,15 +139,20 @@ class Driver:
 
     async def run(self) -> int:
         allow_many_descriptors()
-        metrics = metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
         async with self._outputs.watched(self._options.stop_timeout_s):
             with captured(self._report.terminal, self._journal.warn):
-                async with metrics:
+                async with await self._metrics_served():
                     return await self._run()
+
+    async def _metrics_served(self) -> AbstractAsyncContextManager[None]:
+        if self._options.metrics is None:
+            return nullcontext()
+        metrics_served = await in_thread(load_with_library, *_METRICS)
+        return metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
 
     async def _run(self) -> int:
         if self._options.dashboard is not None:
-            await in_thread(require_library)
+            await in_thread(load_with_library, *_DASHBOARD)
         directory = await in_thread(lock_job, self._job)
         try:
             self._begin(directory)
@@ -220,10 +232,12 @@ class Driver:
             LaunchResults(options.call_directory, agents.send) if options.call_directory is not None else None
         )
         agents.listen(record.ports)
-        dashboard = self._dashboard = (
-            Dashboard(options.dashboard, record.dashboard_port, directory, self._report) if options.dashboard else None
-        )
-        port = dashboard.port if dashboard is not None else 0
+        self._dashboard, port = None, 0
+        if options.dashboard:
+            from elasticstate.driver.dashboard.server import Dashboard
+
+            self._dashboard = Dashboard(options.dashboard, record.dashboard_port, directory, self._report)
+            port = self._dashboard.port
         record = msgspec.structs.replace(record, ports=agents.ports, dashboard_port=port)
         self._keeper = Keeper(directory, record, self._journal.warn)
         self._keeper.watch()

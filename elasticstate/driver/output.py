@@ -21,14 +21,13 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Running, Together, living_members
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed, number_of
-from elasticstate.driver.beats import next_beat
 from elasticstate.driver.job import JobState
 from elasticstate.driver.report import Report
+from elasticstate.driver.screen import Screen
 from elasticstate.net import messages
 from elasticstate.net.messages import OutputTrouble
-from elasticstate.screen.screen import Screen
 from elasticstate.terminal import printable
-from elasticstate.threads import in_thread
+from elasticstate.threads import in_thread, next_beat
 from elasticstate.writing import Watch, Writer
 
 # -------------------------------------------------------------------------------------------------------- counted lines

@@ -18,14 +18,13 @@ from elasticstate.core import types as t
 from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Remains
 from elasticstate.core.state import Membership, by_discovery
-from elasticstate.driver.beats import next_beat
 from elasticstate.driver.record import JobDirectory, Record
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import learn_full_name
 from elasticstate.net.trust import token_of_job
 from elasticstate.options import Options
-from elasticstate.threads import in_thread
+from elasticstate.threads import in_thread, next_beat
 from elasticstate.writing import BLOCKED_S
 
 

@@ -1,4 +1,5 @@
-"""The Unix sockets of an agent: to its host's workers, to its template process, and for the store of plain workers.
+"""The Unix sockets of an agent: to its host's workers, to its template process, and for its status; and the socket of
+the store of plain workers.
 
 That to the workers is SOCK_SEQPACKET: one datagram is one message.
 
@@ -14,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
 
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
+from elasticstate.errors import OptionError
 from elasticstate.net import codec, messages
 
 # ----------------------------------------------------------------------------------------------------------------- link
@@ -571,3 +574,65 @@ class StoreListener:
     def close(self) -> None:
         """Close this process's descriptor of the socket."""
         self._socket.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+# The status of an agent, for the probes of Kubernetes, and for people.
+#
+# The agent answers from its event loop. So an answer proves that the agent is not stuck.
+
+
+_MOST_STATUS_BYTES = 4096
+
+
+class AgentStatus(NamedTuple):
+    """The status of an agent. ``is_ready``: it serves a driver."""
+
+    is_ready: bool
+    text: str
+
+
+@asynccontextmanager
+async def answering(path: str, status: Callable[[], AgentStatus]) -> AsyncIterator[None]:
+    """Answer at the socket ``path``, which only this user can use. Nothing happens with "". Raises OptionError."""
+    if not path:
+        yield
+        return
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_ready, text = status()
+        writer.write(f"{int(is_ready)} {text}".encode()[:_MOST_STATUS_BYTES])
+        with suppress(OSError):  # the other end has gone
+            await writer.drain()
+        writer.close()
+
+    umask = os.umask(0o177)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)  # of an agent that was killed
+        server = await asyncio.start_unix_server(answer, path)
+    except OSError as error:
+        raise OptionError(
+            f"--status-socket: {path!r}: cannot be created ({error}). Choose a path that this user can write to."
+        ) from None
+    finally:
+        os.umask(umask)
+    try:
+        yield
+    finally:
+        server.close()
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def ask_agent(path: str, timeout_s: float) -> AgentStatus:
+    """Return the status of the agent at a socket. Raises OSError (TimeoutError: the agent does not answer)."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        answer = b""
+        while data := connection.recv(_MOST_STATUS_BYTES):
+            answer += data
+    number, _, text = answer.decode(errors="replace").partition(" ")
+    return AgentStatus(number == "1", text)

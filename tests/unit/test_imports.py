@@ -41,7 +41,7 @@ ONLY_IN = {  # libraries that an option or a command needs: they are imported on
     "lightning": {"lightning"},
     "matplotlib": {"history.copy_plots", "history.drawing", "history.plots"},
     "prometheus_client": {"driver.metrics"},
-    "rich": {"cli.export", "cli.status", "screen.painter"},
+    "rich": {"cli.export", "cli.status", "driver.painter"},
 }
 
 
