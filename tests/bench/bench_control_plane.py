@@ -56,6 +56,17 @@ SCRAPES = 50
 GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}
 
 
+class End(Stream):
+    """The connection of a simulated agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self._agent = agent
+
+    def received(self, data: bytes) -> None:
+        self._agent.received(data)
+
+
 class Agent:
     """Simulated agent of one host: a connection, and the messages of its workers."""
 
@@ -73,7 +84,7 @@ class Agent:
         while True:
             try:
                 _, self.stream = await loop.create_connection(
-                    lambda: Stream(self.received, lambda _: None),
+                    lambda: End(self),
                     *("127.0.0.1", port),
                     ssl=trust.client,
                     server_hostname=NAME,
@@ -84,7 +95,7 @@ class Agent:
         self.send(messages.AgentHello(self.host, self.host, SLOTS, 0, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
 
     def send(self, message: Any) -> None:
-        self.stream.send(codec.encode(message))
+        self.stream.send(message)
 
     def say(self, worker: WorkerId, body: messages.FromWorkerBody) -> None:
         self.send(messages.FromWorker(worker, body))
@@ -108,7 +119,7 @@ class Agent:
             case messages.ToWorkers(_, body):
                 self.told(body)
             case messages.Shutdown():
-                self.stream.close()
+                self.stream.finish()
 
     def told(self, body: messages.ToWorkerBody) -> None:
         match body:
