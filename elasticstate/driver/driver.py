@@ -31,8 +31,15 @@ from elasticstate.driver.output import (
     Tails,
     captured,
 )
-from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, lost_hosts, next_record
-from elasticstate.driver.record import JobDirectory
+from elasticstate.driver.record import (
+    JobDirectory,
+    Keeper,
+    Reattachment,
+    first_record,
+    lock_job,
+    lost_hosts,
+    next_record,
+)
 from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report
 from elasticstate.driver.screen import Screen
 from elasticstate.driver.status import overview_of, status_text

@@ -15,7 +15,7 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
 from elasticstate.core.sharded import is_sharded
 from elasticstate.core.step import new_membership, step
-from elasticstate.driver.reattach import Reattachment
+from elasticstate.driver.record import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures
 from elasticstate.net.messages import WorkerExited

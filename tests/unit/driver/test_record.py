@@ -16,8 +16,7 @@ from elasticstate.core.ids import CommitId, HostSlots, WorkerId
 from elasticstate.core.state import assign
 from elasticstate.core.step import new_membership, step
 from elasticstate.core.types import HostsDiscovered, World
-from elasticstate.driver.reattach import Keeper, first_record, next_record
-from elasticstate.driver.record import JobDirectory, Record, find_job
+from elasticstate.driver.record import JobDirectory, Keeper, Record, find_job, first_record, next_record
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
 

@@ -330,7 +330,7 @@ def test_who_proves_nothing_in_time_is_turned_away() -> None:
         silent, half, slow = (socket.create_connection((LOCALHOST, port)) for _ in range(3))
         hello = _client_hello()
         half.sendall(hello[: len(hello) // 2])
-        proven, _ = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
+        proven = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
         for i in range(len(hello)):
             with suppress(ConnectionError):  # the driver may refuse it before the others
                 slow.sendall(hello[i : i + 1])
