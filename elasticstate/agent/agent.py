@@ -47,7 +47,7 @@ from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
 from elasticstate.machine import slots_of_this_machine
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.control import Refused
 from elasticstate.net.link import AgentSocket, AgentStatus, answering
 from elasticstate.net.messages import Launch
@@ -370,7 +370,7 @@ class Service:
                     self._ended = max(self._ended, generation)
             case messages.OpenGate(generation):
                 self._gate = generation
-        data = codec.encode_to_worker(body)
+        data = messages.encode_to_worker(body)
         for worker in list(self._job.handles) if workers is None else workers:
             self._socket.send(worker, data)
             if isinstance(body, messages.Leave):
@@ -387,7 +387,7 @@ class Service:
                 handle.audience.rank = member.rank
                 handle.lasting.clear()
             own = msgspec.structs.replace(world, reader=reader)
-            self._socket.send(member.worker, codec.encode_to_worker(own))
+            self._socket.send(member.worker, messages.encode_to_worker(own))
 
     # --------------------------------------------------------------------------------------- messages of the workers
 
@@ -439,7 +439,7 @@ class Service:
             )
         finally:
             handle.waits -= 1
-        self._socket.send(worker, codec.encode_to_worker(messages.BufferGrown(index, length, error)))
+        self._socket.send(worker, messages.encode_to_worker(messages.BufferGrown(index, length, error)))
 
     # ------------------------------------------------------------------------------------------ report of the host
 

@@ -22,7 +22,7 @@ from elasticstate.errors import OptionError
 from elasticstate.launchers import AgentProcess, HostLaunchers
 from elasticstate.launchers.local_launcher import AdoptedAgent, DialledIn
 from elasticstate.machine import version
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.messages import Launch
 from elasticstate.net.names import (
@@ -338,7 +338,7 @@ class Agents:
 
     def send_to_all(self, message: messages.ToAgent) -> None:
         """Send a message to all connected agents."""
-        data = codec.encode(message)
+        data = messages.encode(message)
         for agent in self._agents.values():
             if agent.stream is not None:
                 agent.stream.write(data)

@@ -154,8 +154,11 @@ class Driver:
     async def _metrics_served(self) -> AbstractAsyncContextManager[None]:
         if self._options.metrics is None:
             return nullcontext()
-        metrics_served = await in_thread(load_with_library, *_METRICS)
-        return metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
+        make = await in_thread(load_with_library, *_METRICS)
+        metrics: AbstractAsyncContextManager[None] = make(
+            self._options.metrics, self._job, self._state, self._strangers, self._report.log
+        )
+        return metrics
 
     async def _run(self) -> int:
         if self._options.dashboard is not None:

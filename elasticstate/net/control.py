@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from elasticstate.compat.standard_library import set_tls_buffer_bytes
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.net.names import LocalPeers
 from elasticstate.net.strangers import BACKLOG, Strangers
@@ -64,7 +64,7 @@ class Stream(asyncio.Protocol):
 
     def send(self, message: messages.Message) -> None:
         """Send a message after all earlier ones. No effect after the connection has ended."""
-        self.write(codec.encode(message))
+        self.write(messages.encode(message))
 
     def write(self, data: bytes) -> None:
         """Send an encoded message; empty: a heartbeat."""
@@ -234,9 +234,9 @@ class AgentStream(Stream):
     def received(self, data: bytes) -> None:
         try:
             if self._is_agent:
-                self._owner.agent_sent(self, codec.decode_from_agent(data))
+                self._owner.agent_sent(self, messages.decode_from_agent(data))
             elif not self.has_sent:
-                self._first(codec.decode_opening(data))
+                self._first(messages.decode_opening(data))
         except msgspec.DecodeError as error:
             self.abort(f"received a malformed message ({error})")
 
@@ -439,7 +439,7 @@ class DriverStream(Stream):
         Raises Refused when the driver has refused this agent.
         """
         try:
-            message: messages.ToAgent = codec.decode_to_agent(await self.get())
+            message: messages.ToAgent = messages.decode_to_agent(await self.get())
         except msgspec.DecodeError as error:
             raise ConnectionError(f"received a malformed message ({error})") from None
         if isinstance(message, messages.Refusal):

@@ -26,7 +26,7 @@ import msgspec
 
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 
 # ----------------------------------------------------------------------------------------------------------------- link
 
@@ -38,11 +38,11 @@ _MOST_DESCRIPTORS = 5
 
 def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
     """Encode a message for the worker's socket. A traceback that is too long is cut in its middle."""
-    data = codec.encode(message)
+    data = messages.encode(message)
     if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, messages.GenerationFailure):
         half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
         error = message.error[:half] + _CUT + message.error[-half:]
-        data = codec.encode(msgspec.structs.replace(message, error=error))
+        data = messages.encode(msgspec.structs.replace(message, error=error))
     return data
 
 
@@ -78,7 +78,7 @@ class WorkerLink:
             data = self._socket.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT)
         except ConnectionResetError:
             return None
-        return codec.decode_to_worker(data) if data else None
+        return messages.decode_to_worker(data) if data else None
 
     def close(self) -> None:
         self._socket.close()
@@ -155,7 +155,7 @@ class StorageLink:
         data, descriptors, _, _ = socket.recv_fds(
             self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
-        answer = codec.decode_to_worker(data) if data else None
+        answer = messages.decode_to_worker(data) if data else None
         return answer if isinstance(answer, messages.Storage) else None, descriptors
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class WorkerConnection:
         """Send a message with descriptors, to a worker that waits for nothing else on this connection."""
         if self._open:
             with suppress(OSError):  # a worker's death is detected elsewhere
-                socket.send_fds(self._socket, [codec.encode_to_worker(message)], descriptors)
+                socket.send_fds(self._socket, [messages.encode_to_worker(message)], descriptors)
 
     def _flush(self) -> None:
         while self._queue:
@@ -223,7 +223,7 @@ class WorkerConnection:
                 self.close()
                 return
             try:
-                message = codec.decode_from_worker(data)
+                message = messages.decode_from_worker(data)
             except msgspec.DecodeError as error:
                 self._server.refuse(self, f"its message is malformed ({error})")
                 return

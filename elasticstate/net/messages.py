@@ -23,6 +23,10 @@ inside :class:`ToWorkers`. A message about a generation names it, and has no eff
 from __future__ import annotations
 
 import signal
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -489,3 +493,84 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: tuple[tuple[str, str], ...]  # for the workers; the job's variables override these
     rack: str = ""  # of this host; empty: the one from discovery
     is_joining: bool = False  # started by ``elasticrun agent``, perhaps in a terminal, and not by the driver
+
+
+# ---------------------------------------------------------------------------------------------------------------- codec
+# Conversion between messages and bytes. A message to a worker begins with a head for its sentinel.
+
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return a decoder that raises msgspec.DecodeError on any malformed message.
+
+    msgspec's own decoder raises UnicodeDecodeError for text that is not UTF-8.
+    """
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def strict(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return strict
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_worker = decoder(FromWorkerBody)
+decode_for_worker = decoder(ToWorkerBody)
+decode_opening = decoder(Opening)
+decode_from_agent = decoder(FromAgent)
+decode_to_agent = decoder(ToAgent)
+
+
+class MessageKind(IntEnum):
+    """The kind of a message, which the sentinel needs before Python reads it (same numbers in native/sentinel.hpp)."""
+
+    OTHER = 0
+    WORLD = 1
+    HOLD = 2
+    RELEASE = 3
+    END_NOW = 4
+    END_AT = 5
+    CONFIRM_OWN_ERROR = 6
+    OPEN_GATE = 7
+    LEAVE = 8
+    TERMINATE = 9
+    ASK_WHERE = 10
+
+
+MESSAGE_HEAD = struct.Struct("<QQQ")
+"""Head of each message to a worker: kind, generation, and tick or number of a hold (0 if there is none)."""
+
+
+def encode_to_worker(message: ToWorkerBody) -> bytes:
+    """Encode a message for the worker's socket: a head of fixed size for the sentinel, then MessagePack."""
+    kind, generation, tick = MessageKind.OTHER, 0, 0
+    match message:
+        case World(generation=generation):
+            kind = MessageKind.WORLD
+        case Hold(generation, tick):
+            kind = MessageKind.HOLD
+        case Release(generation):
+            kind = MessageKind.RELEASE
+        case End(generation, None, _):
+            kind = MessageKind.END_NOW
+        case End(generation, int(tick), _):
+            kind = MessageKind.END_AT
+        case ConfirmOwnError(_, generation):
+            kind = MessageKind.CONFIRM_OWN_ERROR
+        case OpenGate(generation):
+            kind = MessageKind.OPEN_GATE
+        case Leave():
+            kind = MessageKind.LEAVE
+        case Terminate(generation):
+            kind = MessageKind.TERMINATE
+        case AskWhere(generation):
+            kind = MessageKind.ASK_WHERE
+    return MESSAGE_HEAD.pack(kind, generation, tick) + encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorkerBody:
+    """Decode the result of :func:`encode_to_worker`. Raises msgspec.DecodeError on a malformed message."""
+    message: ToWorkerBody = decode_for_worker(data[MESSAGE_HEAD.size :])
+    return message

@@ -23,7 +23,7 @@ from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import Collective
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
 from elasticstate.tracebacks import error_chain
@@ -199,7 +199,7 @@ class Sentinel:
         message = self._native.cause
         if not message:
             return None
-        end = codec.decode_to_worker(message)
+        end = messages.decode_to_worker(message)
         assert isinstance(end, messages.End)
         return end
 
@@ -236,7 +236,7 @@ class Sentinel:
         """Send ``request``, and wait for the agent's message of type ``answer``. Other messages are dropped."""
         self.send(request)
         while True:
-            message = codec.decode_to_worker(self._native.wait_other())
+            message = messages.decode_to_worker(self._native.wait_other())
             if isinstance(message, answer):
                 return message
 
@@ -288,7 +288,7 @@ class Sentinel:
         message = self._native.wait_world(joined)
         if message is None:
             self._leave()
-        world = codec.decode_to_worker(message)
+        world = messages.decode_to_worker(message)
         assert isinstance(world, messages.World)
         return world
 
@@ -470,7 +470,7 @@ class Sentinel:
         self._end(self.generation, error)
 
     def _end(self, generation: int, error: str) -> None:
-        end = codec.encode_to_worker(messages.End(generation, None, error))
+        end = messages.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
             self._own_end = error
             self.send(messages.GenerationFailure(generation, True, error))

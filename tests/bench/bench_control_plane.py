@@ -43,7 +43,7 @@ from watching import cpu_s, page, scrape
 
 from elasticstate.agent.worker import stamps_interval_s
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.control import Stream
 from elasticstate.net.trust import NAME, Trust
 
@@ -101,7 +101,7 @@ class Agent:
         self.send(messages.FromWorker(worker, body))
 
     def received(self, data: bytes) -> None:
-        order = codec.decode_to_agent(data)
+        order = messages.decode_to_agent(data)
         match order:
             case messages.JobSpec():
                 self.timeout_s = order.options.heartbeat_timeout_s

@@ -9,7 +9,7 @@ import msgspec
 from elasticstate.core import types as t
 from elasticstate.core.state import assign
 from elasticstate.driver.spec import parts_of
-from elasticstate.net import codec
+from elasticstate.net import messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.options import Options
 
@@ -47,7 +47,7 @@ def test_each_source_comes_with_the_address_of_its_hosts_copy_server() -> None:
     assert message.line == LINE
     assert message.sources == (here, elsewhere)
     assert message.copy_servers == ((HOST, "10.10.10.10:40000"), ("b", ""))
-    assert codec.decode_to_worker(codec.encode_to_worker(message)) == message
+    assert messages.decode_to_worker(messages.encode_to_worker(message)) == message
 
 
 def test_the_sources_of_a_thousand_digests_fit_into_a_datagram() -> None:
@@ -55,4 +55,4 @@ def test_the_sources_of_a_thousand_digests_fit_into_a_datagram() -> None:
     message = message_with(tuple(t.ShardSource(2**63 + index // 3, copy) for index, copy in enumerate(copies)))
     assert Counter(source.digest for source in message.sources) == {2**63 + digest: 1 for digest in range(1000)}
     assert [source.copy.slot.slot for source in message.sources] == list(range(0, 3000, 3))
-    assert len(codec.encode_to_worker(message)) < MAX_DATAGRAM_BYTES
+    assert len(messages.encode_to_worker(message)) < MAX_DATAGRAM_BYTES

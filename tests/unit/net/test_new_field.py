@@ -16,7 +16,7 @@ PACKAGE = Path(elasticstate.__file__).parent
 TRAVEL = """
 from elasticstate.core import types as t
 from elasticstate.core.step import new_membership, step
-from elasticstate.net import codec, link, messages
+from elasticstate.net import link, messages
 from tests.kit.policy import policy_of
 
 W = t.WorkerId("a", 0, 1)
@@ -24,8 +24,8 @@ m = new_membership(policy_of(np=2, min_np=2))
 for event in (t.HostsDiscovered((t.HostSlots("a", 2),)), t.AgentJoined("a")):
     m = step(m, event, 0.0).next
 said = link.encode_from_worker(messages.{message}, novelty=7))
-sent = codec.encode(messages.FromWorker(W, codec.decode_from_worker(said)))
-event = codec.decode_from_agent(sent)
+sent = messages.encode(messages.FromWorker(W, messages.decode_from_worker(said)))
+event = messages.decode_from_agent(sent)
 assert event.body.novelty == 7
 m = step(m, event, 1.0).next
 print({shown})
