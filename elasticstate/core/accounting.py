@@ -16,28 +16,11 @@ from collections.abc import Iterator, Sequence
 
 from elasticstate.core import types as t
 from elasticstate.core.commits import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
-from elasticstate.core.figures import (
-    NAMES,
-    Activity,
-    JobFigures,
-    Losses,
-    Origin,
-)
-from elasticstate.core.state import (
-    Draft,
-    Forming,
-    Host,
-    Membership,
-    Over,
-    Running,
-    Together,
-    Waiting,
-    Worker,
-)
+from elasticstate.core.figures import NAMES, Activity, JobFigures, Losses, Origin
+from elasticstate.core.state import Draft, Forming, Host, Membership, Over, Running, Together, Waiting, Worker
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 # ------------------------------------------------------------------------------------------------------------- activity
-# The activity of a job, derived from the core's state. The account of time (figures.py) adds up activities.
 
 
 def activity_of(d: Draft) -> Activity:

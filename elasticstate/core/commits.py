@@ -14,13 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticstate.core import types as t
-from elasticstate.core.state import (
-    Draft,
-    Host,
-    Membership,
-    Running,
-    Worker,
-)
+from elasticstate.core.state import Draft, Host, Membership, Running, Worker
 from elasticstate.core.types import number_of
 
 # ------------------------------------------------------------------------------------------------------------- retained

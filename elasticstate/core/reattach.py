@@ -14,12 +14,7 @@ from msgspec.structs import replace
 from elasticstate.core import types as t
 from elasticstate.core.accounting import activity_of, follow
 from elasticstate.core.ending import end_now
-from elasticstate.core.figures import (
-    NO_PAST,
-    Losses,
-    Origin,
-    PastFigures,
-)
+from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy

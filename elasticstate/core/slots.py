@@ -84,7 +84,6 @@ def _spread(seconds: float, min_s: float, max_s: float, name: str, count: int) -
 
 
 # -------------------------------------------------------------------------------------------------------------- backoff
-# Backoff of slots and cooldown of hosts after failures, and the conditions that clear their failure counters.
 
 
 def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], notice: str) -> None:
@@ -183,7 +182,6 @@ def long_s(d: Draft) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- named hosts
-# The hosts that discovery names.
 
 
 def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:

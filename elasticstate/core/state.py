@@ -226,7 +226,6 @@ class Round(Struct, frozen=True, gc=False):
 
 
 # -------------------------------------------------------------------------------------------------------------- ticking
-# Record of the ticks of the present world, for the detection of standstills (hangs.py).
 
 
 class Standstill(Struct, frozen=True, gc=False):

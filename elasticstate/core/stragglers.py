@@ -19,13 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from elasticstate.core.slots import patience_s
-from elasticstate.core.state import (
-    Draft,
-    Finishing,
-    Running,
-    Straggler,
-    Worker,
-)
+from elasticstate.core.state import Draft, Finishing, Running, Straggler, Worker
 from elasticstate.core.worlds import candidates
 
 WINDOW = 10

@@ -14,7 +14,6 @@ from msgspec import Struct
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 
 # ---------------------------------------------------------------------------------------------------------------- texts
-# Phrases that several texts share.
 
 
 SHOWN = 16
@@ -51,10 +50,6 @@ def exception_line(error: str) -> str:
     return next((line for line in lines[frames[-1] :] if not line.startswith(" ")), "")
 
 
-# -------------------------------------------------------------------------------------------------------------- message
-# Message: the base of all messages of the control plane.
-
-
 class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages of the control plane: an array ``[tag, field, ...]`` in MessagePack.
 
@@ -64,7 +59,6 @@ class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fie
 
 
 # --------------------------------------------------------------------------------------------------------------- places
-# Places of workers: in a world, and in a world of plain commands.
 
 
 class Placement(Struct, frozen=True, array_like=True, gc=False):
@@ -137,7 +131,6 @@ class Shards(Struct, frozen=True, gc=False):
 
 
 # -------------------------------------------------------------------------------------------------------------- durable
-# Durable copies, as far as the core knows them: where a world without a usable commit gets its state.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +154,6 @@ class DurableSource(Message, frozen=True):
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
-# Copies of commits of sharded jobs: where workers read shards, and which copies agents keep. See core/sharded.py.
 
 
 class CopyFigures(NamedTuple):
@@ -240,7 +232,6 @@ CopyEffect = Replicate | StopReplication | ForgetCopies
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
-# Collective calls of workers: the report of a worker, and the effect that requests reports.
 
 
 class CallReport(Message, frozen=True):
@@ -268,7 +259,6 @@ class WatchCalls(Message, frozen=True):
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
-# Collectives that workers have entered: their reports when a generation has ended because it hangs, and the result.
 
 
 class Collective(Message, frozen=True):

@@ -24,13 +24,7 @@ from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import EventQueue, JobState, Journal
-from elasticstate.driver.output import (
-    CountedLines,
-    LiveLine,
-    OutputTroubles,
-    Tails,
-    captured,
-)
+from elasticstate.driver.output import CountedLines, LiveLine, OutputTroubles, Tails, captured
 from elasticstate.driver.record import (
     JobDirectory,
     Keeper,
@@ -57,7 +51,6 @@ if TYPE_CHECKING:
     from elasticstate.driver.dashboard.server import Dashboard
 
 # --------------------------------------------------------------------------------------------------------- stop signals
-# StopSignals: signals that end a job.
 
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost

@@ -30,9 +30,6 @@ from elasticstate.terminal import printable
 from elasticstate.threads import in_thread, next_beat
 from elasticstate.writing import Watch, Writer
 
-# -------------------------------------------------------------------------------------------------------- counted lines
-
-
 _MOST_SINGLE = 5  # of one kind, each with a line of its own
 _MOST_KINDS = 32  # the lines of all further kinds are counted together
 _FURTHER = ""
@@ -138,7 +135,6 @@ def _one_line(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ output troubles
-# Outputs of a job that cannot be written: terminals, log files, the event file. Logged, and shown in the status.
 
 
 _LOOK_INTERVAL_S = 0.5
@@ -231,10 +227,6 @@ def _consequence(trouble: OutputTrouble) -> str:
     return "output above a limit is dropped"
 
 
-# ---------------------------------------------------------------------------------------------------------------- tails
-# The last lines of workers' output, requested from their agents.
-
-
 class Tails:
     """Requests for the last lines of workers. A request for a worker that is under way serves all who ask."""
 
@@ -262,7 +254,6 @@ class Tails:
 
 
 # ------------------------------------------------------------------------------------------------------------ live line
-# The live line at the bottom of the terminal: the state of a job in numbers, twice a second.
 
 
 _INTERVAL_S = 0.5

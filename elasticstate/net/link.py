@@ -532,10 +532,6 @@ class AgentLink:
         self._socket.close()
 
 
-# ------------------------------------------------------------------------------------------------------- store listener
-# The listening socket of a store for plain workers. Another process, which imports torch, serves it.
-
-
 class StoreListener:
     """A socket that listens, but accepts no connection itself: connections wait until a process serves the socket."""
 

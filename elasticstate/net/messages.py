@@ -175,7 +175,6 @@ ToWorkerBody = (
 
 
 # ----------------------------------------------------------------------------------------------------- durable messages
-# Messages about durable copies, between driver and agents.
 
 
 class DurablePart(Message, frozen=True):
@@ -467,10 +466,6 @@ ToAgent = (
     | Acknowledgement
     | Refusal
 )
-
-
-# --------------------------------------------------------------------------------------------------------------- launch
-# The parameters with which an agent is started.
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,14 +11,7 @@ from typing import Any
 import msgspec
 
 from elasticstate.core.diagnostics import why_empty
-from elasticstate.core.state import (
-    Host,
-    Over,
-    Phase,
-    Running,
-    Slot,
-    Worker,
-)
+from elasticstate.core.state import Host, Over, Phase, Running, Slot, Worker
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed
 from elasticstate.driver.job import JobState
@@ -26,7 +19,6 @@ from elasticstate.driver.status import DurableFigures, ShardsOverview, host_stat
 from elasticstate.failures import WorkerFailure
 
 # ---------------------------------------------------------------------------------------------------------- merge patch
-# JSON merge patches (RFC 7396): the difference between two views of a job.
 
 
 View = dict[str, Any]
