@@ -25,10 +25,9 @@ from elasticstate.core.state import (
     Together,
     Waiting,
     Worker,
-    assign,
 )
 from elasticstate.core.types import number_of, within_limits
-from elasticstate.core.worlds import may_hold_more
+from elasticstate.core.worlds import assign, may_hold_more
 
 # ------------------------------------------------------------------------------------------------------------- cooldown
 # Formulas for the backoff of a slot that has failed and the cooldown of a host that fails repeatedly.

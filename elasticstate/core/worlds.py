@@ -1,14 +1,65 @@
-"""Construction of a world: its members, its root, and the ranks that need the root's state."""
+"""Construction of a world: its members, its root, the ranks that need the root's state; and its parts for hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from math import inf
 
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker, assign
+from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker
+
+# ----------------------------------------------------------------------------------------------------------- assignment
+# Assignment of ranks. The ranks of a host are contiguous. Hosts are ordered by their oldest worker, the workers of a
+# host by age, then by slot. Rank 0 is the oldest worker.
+
+
+def assign(workers: Sequence[tuple[t.WorkerId, int]]) -> tuple[t.Placement, ...]:
+    """Place ``(worker, age)`` pairs. A smaller age is older. Hosts with equal ages keep their order in ``workers``.
+
+    So survivors keep their order within a host, and hosts keep their order as long as their oldest worker lives.
+    """
+    hosts: dict[str, list[tuple[int, int, t.WorkerId]]] = {}
+    for worker, age in workers:
+        hosts.setdefault(worker.host, []).append((age, worker.slot, worker))
+    for members in hosts.values():
+        members.sort()
+    ordered = sorted(hosts.values(), key=lambda members: members[0][0])
+    placements: list[t.Placement] = []
+    for cross_rank, members in enumerate(ordered):
+        for position, (_, slot, worker) in enumerate(members):
+            placements.append(
+                t.Placement(
+                    worker=worker,
+                    rank=len(placements),
+                    local_rank=slot,
+                    local_size=len(members),
+                    local_place=position,
+                    cross_rank=cross_rank,
+                    cross_size=len(ordered),
+                )
+            )
+    return tuple(placements)
+
+
+def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> t.Placement:
+    """Return the placement of ``rank`` in a world of another launcher. ``places``: host and local rank of each rank."""
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    host, local_rank = places[rank]
+    members = [other for other, (name, _) in enumerate(places) if name == host]
+    return t.Placement(
+        worker=t.WorkerId(host, local_rank, 1),
+        rank=rank,
+        local_rank=local_rank,
+        local_size=len(members),
+        local_place=local_rank,
+        cross_rank=hosts.index(host),
+        cross_size=len(hosts),
+    )
+
 
 # -------------------------------------------------------------------------------------------------------------- keepers
 # Keepers: with --one-copy-per-host, the root and one member of each host keep commits; the others are followers.
@@ -40,6 +91,7 @@ def choose_keepers(
 # --------------------------------------------------------------------------------------------------------------- worlds
 
 
+_MOST_SOURCES = 1000
 NOTHING = t.CommitId(0, 0)
 """Older than every commit."""
 
@@ -137,6 +189,36 @@ def make_world(
     keepers = choose_keepers(d, placements, root, lacking, commits)
     world = replace(world, lacking_runs=t.as_runs(lacking), keepers=keepers)
     return replace(world, near_runs=t.as_runs(rank for rank in lacking if _is_near(d, world, rank, best)))
+
+
+def parts_of(
+    world: t.World, options: t.MemberOptions, copy_servers: Mapping[str, str]
+) -> Iterator[tuple[str, t.World]]:
+    """Yield, by host, the part of a world that its members receive. ``copy_servers``: by host, the address."""
+    sources = _first_sources(world.sources)
+    hosts = dict.fromkeys(source.copy.host for source in sources)
+    world = replace(
+        world,
+        sources=sources,
+        copy_servers=tuple((host, copy_servers.get(host, "")) for host in hosts),
+        options=options,
+    )
+    for host, on_host in groupby(world.members, key=lambda placement: placement.worker.host):
+        members = tuple(on_host)
+        keepers = set(world.keepers).intersection(member.rank for member in members)
+        yield host, replace(world, members=members, keepers=tuple(sorted(keepers)))
+
+
+def _first_sources(sources: tuple[t.ShardSource, ...]) -> tuple[t.ShardSource, ...]:
+    """Return the first copies of each digest, as many as fit into a datagram, in their order."""
+    if len(sources) <= _MOST_SOURCES:
+        return sources
+    number: Counter[int] = Counter()
+    places: list[tuple[int, int]] = []
+    for source in sources:
+        places.append((number[source.digest], len(places)))
+        number[source.digest] += 1
+    return tuple(sources[place] for place in sorted(place for _, place in sorted(places)[:_MOST_SOURCES]))
 
 
 def durable_source(d: Draft, is_sharded: bool = False) -> t.DurableSource | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import secrets
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,8 +22,8 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.state import Running
 from elasticstate.core.step import next_deadline
 from elasticstate.core.types import listed
+from elasticstate.core.worlds import parts_of
 from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
-from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable import DurableCopies
@@ -34,7 +38,7 @@ from elasticstate.driver.record import (
     lost_hosts,
     next_record,
 )
-from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report
+from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report, function_to_call
 from elasticstate.driver.screen import Screen
 from elasticstate.driver.status import overview_of, status_text
 from elasticstate.errors import DiscoveryError, OptionError
@@ -42,7 +46,7 @@ from elasticstate.net import messages
 from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_this_machine
 from elasticstate.net.strangers import Strangers
-from elasticstate.options import Options
+from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.plug_ins import load_with_library
 from elasticstate.processes import allow_many_descriptors
 from elasticstate.threads import in_thread
@@ -169,7 +173,7 @@ class Driver:
         self._signals.listen()
         self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
         if self._reattachment is None:
-            self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
+            self._report.started(self._options, _one_thread_each(self._options), self._state.stepped_at)
         try:
             # the agents of an earlier driver write to the terminal where that driver was started
             async with self._live_line.shown(has_other_writers=self._reattachment is not None):
@@ -209,7 +213,7 @@ class Driver:
         record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
         directory.write_id(record.job_id)
         agents = self._agents = Agents(
-            spec.job_spec(self._job, record.job_id, record.epoch, options),
+            job_spec(self._job, record.job_id, record.epoch, options),
             record.token,
             directory.path,
             self._agent_event,
@@ -577,6 +581,51 @@ class Driver:
     def _publish(self, world: t.World) -> None:
         workers = self._state.membership.workers.values()
         self._backend.before_world(worker.id for worker in workers if worker.late)
-        spec.spare_garbage_collection(world.size)
-        for host, part in spec.parts_of(world, self._options, self._state.copy_servers):
+        _spare_garbage_collection(world.size)
+        options = t.MemberOptions(
+            collective_timeout_s=self._options.collective_timeout_s,
+            regroup_timeout_s=self._options.regroup_timeout_s,
+            verify_sync=self._options.verify_sync,
+            records_ticks=self._options.tick_records and self._options.lease_s is None,
+        )
+        for host, part in parts_of(world, options, self._state.copy_servers):
             self._agents.send(host, part)
+
+
+def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:
+    """Return the first message to each agent."""
+    return messages.JobSpec(
+        job=job,
+        job_id=job_id,
+        epoch=epoch,
+        options=dataclasses.replace(
+            options,
+            commit_dir=str(Path(options.commit_dir).absolute()),
+            log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
+        ),
+        environment=tuple(_environment_of_workers(options)),
+        call=function_to_call(options),
+    )
+
+
+def _environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
+    """Yield the environment variables of all workers."""
+    if _one_thread_each(options):
+        yield "OMP_NUM_THREADS", "1"
+    yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
+    yield from options.timeline_variables().items()
+    yield from driver_part(options.backend).worker_variables().items()
+
+
+def _one_thread_each(options: Options) -> bool:
+    """Return True if each worker gets one thread, as with torchrun: several workers would compete for the cores."""
+    return options.max_np != 1 and "OMP_NUM_THREADS" not in inherited_environment()
+
+
+def _spare_garbage_collection(workers: int) -> None:
+    """Raise the threshold of the garbage collector for many workers.
+
+    The driver of a thousand hosts keeps a million objects. With Python's own thresholds (700, 10, 10) it would search
+    all of them for cycles in each regroup, for 0.1 s at a time. With few workers garbage is not kept for long.
+    """
+    gc.set_threshold(max(700, 10 * workers), 10, 10)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -451,6 +452,13 @@ def _listed(commit: CommitId | None) -> list[int] | None:
 
 
 OUTCOME_FILE = "outcome"
+CALL_FILE = "call"  # as worker/call.py reads it
+
+
+def function_to_call(options: Options) -> bytes:
+    """Return the function that ``launch()`` has written for its workers; empty if they run a command."""
+    path = Path(options.call_directory or "", CALL_FILE)
+    return path.read_bytes() if options.call_directory is not None and path.exists() else b""
 
 
 class LaunchOutcome(msgspec.Struct, frozen=True):

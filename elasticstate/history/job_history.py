@@ -9,7 +9,8 @@ from signal import SIGTERM
 from typing import Any, NamedTuple
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.state import NEWCOMER, assign
+from elasticstate.core.state import NEWCOMER
+from elasticstate.core.worlds import assign
 from elasticstate.exit_status import status_of
 from elasticstate.history.event_files import Event, number
 

@@ -25,7 +25,7 @@ from elasticstate.compat.process_groups import (
     rendezvous,
 )
 from elasticstate.core.ids import CommitId
-from elasticstate.core.state import fixed_placement
+from elasticstate.core.worlds import fixed_placement
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.log import logger
 from elasticstate.net.link import StoreListener

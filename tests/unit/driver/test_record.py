@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from elasticstate.core.ids import CommitId, HostSlots, WorkerId
-from elasticstate.core.state import assign
 from elasticstate.core.step import new_membership, step
 from elasticstate.core.types import HostsDiscovered, World
+from elasticstate.core.worlds import assign
 from elasticstate.driver.record import JobDirectory, Keeper, Record, find_job, first_record, next_record
 from elasticstate.errors import OptionError
 from elasticstate.options import Options

@@ -14,7 +14,7 @@ import pytest
 from elasticstate.core.ids import HostSlots, WorkerId
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import MemberOptions
-from elasticstate.driver.spec import job_spec
+from elasticstate.driver.driver import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.messages import Launch

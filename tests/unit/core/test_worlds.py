@@ -7,14 +7,12 @@ from collections import Counter
 import msgspec
 
 from elasticstate.core import types as t
-from elasticstate.core.state import assign
-from elasticstate.driver.spec import parts_of
+from elasticstate.core.worlds import assign, parts_of
 from elasticstate.net import messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
-from elasticstate.options import Options
 
 HOST = "node-0123.cluster.example.org"
-OPTIONS = Options(command=("train",), np=1, min_np=1, max_np=1)
+OPTIONS = t.MemberOptions(60.0, 30.0, False, False)
 LINE = t.CommitId(100, 123_456)
 
 
@@ -37,7 +35,7 @@ def test_a_host_receives_its_members_and_its_keeper_and_each_reader_finds_itself
     assert [world.placement for world in seen] == list(members)
     assert [world.follows for world in seen] == [7, 7, None, 6, None, 6]
     assert [world.placement.local_leader for world in seen] == [True, False, False] * 2
-    assert a.options.collective_timeout_s == OPTIONS.collective_timeout_s
+    assert a.options == OPTIONS
 
 
 def test_each_source_comes_with_the_address_of_its_hosts_copy_server() -> None:
