@@ -30,7 +30,7 @@ from elasticstate.core.state import (
     Ticking,
     Worker,
 )
-from elasticstate.core.types import CollectivesReport, Finding, Hang, Place, number_of, ranks_text
+from elasticstate.core.types import Collective, CollectivesReport, Finding, Hang, Place, number_of, ranks_text
 
 # ---------------------------------------------------------------------------------------------------------------- hangs
 
@@ -122,9 +122,7 @@ def report_hang(d: Draft) -> None:
     d.note(
         "hang",
         ended=hang.generation,
-        call=call.text if call is not None else None,
-        group=call.group if call is not None else None,
-        number=call.number if call is not None else None,
+        **_fields_of(call),
         entered=list(found.entered),
         missing=list(found.missing),
         silent=list(found.silent),
@@ -132,6 +130,13 @@ def report_hang(d: Draft) -> None:
         stacks={str(rank): hang.reports[rank].stack for rank in found.missing},
         text=found.text(),
     )
+
+
+def _fields_of(call: Collective | None) -> dict[str, object]:
+    """Return the fields of an event that name a collective."""
+    if call is None:
+        return {"call": None, "group": None, "number": None}
+    return {"call": call.text, "group": call.group, "number": call.number}
 
 
 def reports_until(d: Draft, since: float) -> float:
@@ -309,9 +314,7 @@ def _report(d: Draft, standstill: Standstill, members: Sequence[Worker]) -> Stan
         "no_tick",
         seconds=round(d.now - standstill.since, 3),
         ticks=standstill.ticks,
-        call=call.text if call is not None else None,
-        group=call.group if call is not None else None,
-        number=call.number if call is not None else None,
+        **_fields_of(call),
         entered=list(found.entered) if call is not None else [],
         missing=list(found.missing) if call is not None else [],
         silent=list(silent),

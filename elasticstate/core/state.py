@@ -225,10 +225,6 @@ class Host(Struct, frozen=True, gc=False):
     loss: str = ""  # why the last agent was lost unexpectedly; "" when another one has connected
     kept: frozenset[tuple[SlotId, CommitId]] = frozenset()  # the copies in its agent's store, as last reported
 
-    def is_in_preemption_cooldown(self, now: float) -> bool:
-        """Return True if the host is in cooldown after a preemption notice."""
-        return self.notices > 0 and self.cooldown_until > now
-
 
 class Slot(Struct, frozen=True, gc=False):
     """State of one slot. A slot outlives its workers."""

@@ -54,50 +54,8 @@ from elasticstate.threads import in_thread
 if TYPE_CHECKING:
     from elasticstate.driver.dashboard.server import Dashboard
 
-# --------------------------------------------------------------------------------------------------------- stop signals
-
-
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class StopSignals:
-    """Handler of SIGINT, SIGTERM and SIGHUP. The first signal stops the workers, the second one kills them.
-
-    A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
-    """
-
-    def __init__(self, state: JobState, queue: EventQueue, report: Report) -> None:
-        self._state = state
-        self._queue = queue
-        self._report = report
-        self.second = asyncio.Event()  # set by the second signal
-
-    def listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
-                loop.add_signal_handler(number, self._received, number)
-
-    def _received(self, number: signal.Signals) -> None:
-        if self._state.stopped is None and self._state.outcome is None:
-            self.stop(number, number.name)
-            return
-        self.second.set()
-        if self._state.outcome is None:
-            self._state.outcome = self._state.stopped
-            self._queue.wake()
-
-    def stop(self, number: signal.Signals, by: str) -> None:
-        """Stop the job as this signal does. ``by``: what asks for it."""
-        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
-        self._state.stopped = Outcome(128 + number, f"was stopped by {by}")
-        self._queue.post(t.StopRequested(by))
-
-
-# --------------------------------------------------------------------------------------------------------------- driver
-
-
 _METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
 _DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
 
@@ -128,7 +86,7 @@ class Driver:
         self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
         self._queue = EventQueue()
         self._live_line = LiveLine(screen, self._state)
-        self._signals = StopSignals(self._state, self._queue, self._report)
+        self._hurry = asyncio.Event()  # set by the second signal to stop
         # made by _begin, when the driver holds the lock on the name of its job
         self._directory: JobDirectory
         self._source: HostSource
@@ -170,8 +128,7 @@ class Driver:
             return await self._run_parts()
 
     async def _run_parts(self) -> int:
-        self._signals.listen()
-        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
+        self._listen_for_signals()
         if self._reattachment is None:
             self._report.started(self._options, _one_thread_each(self._options), self._state.stepped_at)
         try:
@@ -196,7 +153,7 @@ class Driver:
         if self._launch_results is not None:
             timeout_s = self._options.heartbeat_timeout_s
             outcome = await self._launch_results.fetched(outcome, self._state.membership, timeout_s)
-        await self._durable.finish(self._signals.second)
+        await self._durable.finish(self._hurry)
         await self._clean_up()
         await self._report_outcome(outcome)
         return outcome.status
@@ -289,13 +246,38 @@ class Driver:
         """End the job for the dashboard. Return why not, or ""."""
         if self._state.stopped is not None or self._state.outcome is not None:
             return "The job is ending already."
-        self._signals.stop(signal.SIGTERM, "the dashboard")
+        self._stop(signal.SIGTERM, "the dashboard")
         return ""
+
+    def _listen_for_signals(self) -> None:
+        """Handle signals. The first one that stops the job stops the workers, the second one kills them.
+
+        A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
+        """
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
+                self._loop.add_signal_handler(number, self._signalled, number)
+        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._state.stopped is None and self._state.outcome is None:
+            self._stop(number, number.name)
+            return
+        self._hurry.set()
+        if self._state.outcome is None:
+            self._state.outcome = self._state.stopped
+            self._queue.wake()
+
+    def _stop(self, number: signal.Signals, by: str) -> None:
+        """Stop the job as this signal does. ``by``: what asks for it."""
+        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
+        self._state.stopped = Outcome(128 + number, f"was stopped by {by}")
+        self._queue.post(t.StopRequested(by))
 
     async def _clean_up(self) -> None:
         """End all processes of the job, and remove all its files."""
         await self._keeper.job_is_over()  # first: a driver killed now must not leave a record of removed commits
-        await self._agents.stop(self._state.reason, self._signals.second)
+        await self._agents.stop(self._state.reason, self._hurry)
         await self._backend.stop()
         await in_thread(commit_directory.remove_job, self._options.commit_dir, self._keeper.record.job_id)
         await in_thread(self._directory.remove)

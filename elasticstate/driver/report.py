@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,6 +29,9 @@ from elasticstate.private import make_file, open_directory, write_file
 from elasticstate.terminal import message
 from elasticstate.threads import in_thread
 from elasticstate.writing import Writer
+
+if TYPE_CHECKING:
+    from elasticstate.driver.dashboard.server import Dashboard
 
 # --------------------------------------------------------------------------------------------------------------- report
 
@@ -54,16 +57,6 @@ class Outcome:
     root_cause: RootCause | None = None
 
 
-class Watcher(Protocol):
-    """Callbacks for what a report writes. ``at``: Unix time."""
-
-    def event(self, name: str, fields: Fields, at: float, /) -> None: ...
-
-    def failure(self, failure: WorkerFailure, at: float, /) -> None: ...
-
-    def line(self, text: str, at: float, /) -> None: ...
-
-
 class Report:
     """Writer of log lines and events. Call ``event`` for each event, then ``summary`` once.
 
@@ -82,7 +75,7 @@ class Report:
         self.due_at = inf  # when this line is written without the costs, on the monotonic clock
         self._reason = ""
         self.terminal = Writer(2)
-        self._watcher: Watcher | None = None
+        self._watcher: Dashboard | None = None
         self._events: Writer | None = None
         self.writers = {"stderr": [self.terminal]}
         if events_file:
@@ -113,7 +106,7 @@ class Report:
             "training_resumed": self._training_resumed,
         }
 
-    def watch(self, watcher: Watcher) -> None:
+    def watch(self, watcher: Dashboard) -> None:
         """Call the watcher for each event, failure of a worker, and log line from now on."""
         self._watcher = watcher
 
