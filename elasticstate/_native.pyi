@@ -376,7 +376,7 @@ class Sentinel:
     """
 
     MESSAGE_KINDS: ClassVar[dict[str, int]]
-    """Numbers of net.codec.MessageKind in the thread."""
+    """Numbers of net.messages.MessageKind in the thread."""
     PLACES: ClassVar[dict[str, int]]
     """Numbers of net.messages.Place in the thread."""
 

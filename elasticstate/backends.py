@@ -10,7 +10,7 @@ A backend's parts exchange messages that only they decode: :class:`messages.Back
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
@@ -19,7 +19,6 @@ from elasticstate.plug_ins import load_part
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from elasticstate.check.report import Line
     from elasticstate.core.ids import WorkerId
     from elasticstate.core.types import World
     from elasticstate.net.messages import FromAgent, ToAgent
@@ -33,7 +32,9 @@ class BackendParts(NamedTuple):
     worker: str  # a worker.contexts.context.Backend
     driver: str = "elasticstate.backends:DriverBackend"
     agent: str = "elasticstate.backends:AgentBackend"
-    check: str = ""  # a function for --check, of type SearchForBackend; empty: the check of torch covers this backend
+    check: str = (
+        ""  # a function for --check, a check.report.SearchForBackend; empty: the check of torch covers this backend
+    )
 
 
 BACKENDS = {
@@ -128,17 +129,6 @@ class AgentBackend:
         """Close all that this part has opened, at the end of the job."""
 
 
-class BackendFindings(NamedTuple):
-    """Findings of ``--check`` about one backend."""
-
-    lines: list[Line]
-    problem: str  # the reason why --backend cannot name this backend, and the remedy; empty: it can
-
-
-SearchForBackend = Callable[[float], Awaitable[BackendFindings]]
-"""Search for the parts of a backend on this machine. The argument limits the seconds of each step."""
-
-
 def driver_part(backend: str) -> type[DriverBackend]:
     """Return the class of the driver's part of a backend."""
     return cast("type[DriverBackend]", load_part(_parts(backend).driver))
@@ -147,11 +137,6 @@ def driver_part(backend: str) -> type[DriverBackend]:
 def agent_part(backend: str) -> type[AgentBackend]:
     """Return the class of the agents' part of a backend."""
     return cast("type[AgentBackend]", load_part(_parts(backend).agent))
-
-
-def searches() -> dict[str, SearchForBackend]:
-    """Return the functions for ``--check``, by the name of the backend."""
-    return {name: load_part(parts.check) for name, parts in BACKENDS.items() if parts.check}
 
 
 def _parts(backend: str) -> BackendParts:

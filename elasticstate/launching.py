@@ -19,8 +19,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.driver.report import OUTCOME_FILE, LaunchOutcome, result_name
-from elasticstate.driver.spec import CALL_FILE
+from elasticstate.driver.report import CALL_FILE, OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
 from elasticstate.exit_status import status_of
 from elasticstate.failures import WorkerFailure

@@ -15,6 +15,22 @@ def load_part(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def load_with_library(name: str, library: str, option: str) -> Any:
+    """Import a part that needs a library: this takes a while, so never call it on an event loop.
+
+    Raises OptionError if the library is not installed. The extra that installs it has the name of ``option``.
+    """
+    try:
+        return load_part(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != library:
+            raise
+        raise OptionError(
+            f"{option}: requires the package {library.replace('_', '-')}. Install it: pip install "
+            f"'elasticstate[{option.removeprefix('--')}]'."
+        ) from None
+
+
 def plug_in(option: str, group: str, own: Mapping[str, str], name: str) -> Any:
     """Return the object of this name: of the table ``own``, or of the entry points of ``group``.
 

@@ -6,19 +6,18 @@ import os
 from typing import TYPE_CHECKING
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.types import Placement
+from elasticstate.core.types import Placement, World, as_runs
 from elasticstate.errors import NotInWorldError
-from elasticstate.net.messages import WorldView
 from elasticstate.options import launched_local_rank, worker_environment
 
 if TYPE_CHECKING:
     import torch
 
 
-_present: WorldView | None = None
+_present: World | None = None
 
 
-def enter(view: WorldView) -> None:
+def enter(view: World) -> None:
     """Make ``view`` the present world: for the functions below, and in the environment variables."""
     global _present
     _present = view
@@ -33,19 +32,18 @@ def enter(view: WorldView) -> None:
     )
 
 
-def alone() -> WorldView:
+def alone() -> World:
     """Return the world of one, for a script that was not started by ``elasticrun``."""
     me = WorkerId("localhost", 0, 1)
-    return fixed(Placement(me, 0, 0, 1, True, 0, 1), 1, "127.0.0.1:0")
+    return fixed(Placement(me, 0, 0, 1, 0, 0, 1), 1, "127.0.0.1:0")
 
 
-def fixed(placement: Placement, size: int, store: str, local_place: int = 0) -> WorldView:
+def fixed(placement: Placement, size: int, store: str) -> World:
     """Return a world that never changes: another launcher has started it, or none. All members are new processes."""
-    lacking = ((1, size),) if size > 1 else ()
-    return WorldView("", 1, placement, size, 0, lacking, store, 0.0, 0.0, False, fresh=True, local_place=local_place)
+    return World(1, (placement,), size, 0, as_runs(range(1, size)), store, fresh=True)
 
 
-def world() -> WorldView:
+def world() -> World:
     """Return the present world; between worlds, the last one. Raises NotInWorldError before the first."""
     if _present is None:
         raise NotInWorldError(
@@ -94,7 +92,7 @@ def libraries_local_rank() -> int:
     """
     import torch
 
-    return local_rank() if _present is None or torch.cuda.device_count() > 1 else _present.local_place
+    return local_rank() if _present is None or torch.cuda.device_count() > 1 else _present.placement.local_place
 
 
 def cross_rank() -> int:

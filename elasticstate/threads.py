@@ -1,4 +1,4 @@
-"""Threads for calls that may block (file system, resolver, kernel), so that the event loop does not."""
+"""For event loops: threads for calls that may block (file system, resolver, kernel), and common times of looks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ async def in_thread(call: Callable[..., T], *arguments: object) -> T:
 
     _run_in_thread(run)
     return await answer
+
+
+async def next_beat(interval_s: float) -> None:
+    """Sleep until the event loop's clock is at a multiple of the interval: at least half of it, so that no look comes
+    twice. Looks that come together wake up the process only once."""
+    wait_s = interval_s - asyncio.get_running_loop().time() % interval_s
+    await asyncio.sleep(wait_s if wait_s >= interval_s / 2 else wait_s + interval_s)
 
 
 def _run_in_thread(run: Callable[[], None]) -> None:

@@ -18,12 +18,12 @@
 
 namespace elasticstate {
 
-/// Kind in the head of a message to a worker; MessageKind in net/codec.py has the same numbers.
+/// Kind in the head of a message to a worker; MessageKind in net/messages.py has the same numbers.
 enum class MessageKind : std::uint64_t {
     other, world, hold, release, end_now, end_at, confirm_own_error, open_gate, leave, terminate, ask_where
 };
 
-/// Head before each message to a worker, little-endian; MessagePack follows. See net/codec.py.
+/// Head before each message to a worker, little-endian; MessagePack follows. See net/messages.py.
 struct MessageHead {
     MessageKind kind;
     std::uint64_t generation;

@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import msgspec
+
 from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.files import JobPlace, clean_regularly
@@ -45,10 +47,9 @@ from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
 from elasticstate.machine import slots_of_this_machine
-from elasticstate.net import codec, messages
-from elasticstate.net.agent_status import AgentStatus, answering
+from elasticstate.net import messages
 from elasticstate.net.control import Refused
-from elasticstate.net.link import AgentSocket
+from elasticstate.net.link import AgentSocket, AgentStatus, answering
 from elasticstate.net.messages import Launch
 from elasticstate.net.trust import read_token
 from elasticstate.replicas.pusher import HostReplicas, Target, Targets
@@ -329,9 +330,9 @@ class Service:
                 self._workers.stop(worker, kill)
             case messages.ToWorkers(workers, body):
                 self._send(workers, body)
-            case messages.WorldsOnHost(worlds):
+            case messages.World():
                 self._stores.close()
-                self._publish(worlds)
+                self._publish(message)
             case messages.BackendOrder(data):
                 self._job.begin(self._backend.order(data))
             case messages.ReplicateOrder(commit, targets):
@@ -369,22 +370,24 @@ class Service:
                     self._ended = max(self._ended, generation)
             case messages.OpenGate(generation):
                 self._gate = generation
-        data = codec.encode_to_worker(body)
+        data = messages.encode_to_worker(body)
         for worker in list(self._job.handles) if workers is None else workers:
             self._socket.send(worker, data)
             if isinstance(body, messages.Leave):
                 self._workers.kill_later(worker)
 
-    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldView], ...]) -> None:
+    def _publish(self, world: messages.World) -> None:
+        """Send the members on this host their world."""
         self._workers.exits.clear()
-        for worker, world in worlds:
-            self._supervisor.world_size = world.size
-            handle = self._job.handles.get(worker)
+        self._supervisor.world_size = world.size
+        for reader, member in enumerate(world.members):
+            handle = self._job.handles.get(member.worker)
             if handle is not None:
                 handle.joined = world.generation
-                handle.audience.rank = world.placement.rank
+                handle.audience.rank = member.rank
                 handle.lasting.clear()
-            self._socket.send(worker, codec.encode_to_worker(world))
+            own = msgspec.structs.replace(world, reader=reader)
+            self._socket.send(member.worker, messages.encode_to_worker(own))
 
     # --------------------------------------------------------------------------------------- messages of the workers
 
@@ -436,7 +439,7 @@ class Service:
             )
         finally:
             handle.waits -= 1
-        self._socket.send(worker, codec.encode_to_worker(messages.BufferGrown(index, length, error)))
+        self._socket.send(worker, messages.encode_to_worker(messages.BufferGrown(index, length, error)))
 
     # ------------------------------------------------------------------------------------------ report of the host
 

@@ -30,7 +30,7 @@ from elasticstate.agent.worker_output import Audience
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import PlainPlace
 from elasticstate.errors import CommitStorageError
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket, ForkRequest, StoreListener
 from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.options import WorkerEnvironment, plain_variables
@@ -139,7 +139,7 @@ class Workers:
         if kill:
             handle.process.kill()
         elif self._socket.is_connected(worker):
-            self._socket.send(worker, codec.encode_to_worker(messages.Leave(worker)))
+            self._socket.send(worker, messages.encode_to_worker(messages.Leave(worker)))
         else:
             handle.process.terminate()
         self.kill_later(worker)

@@ -13,8 +13,7 @@ from pathlib import Path
 from elasticstate import processes
 from elasticstate.backends import driver_part
 from elasticstate.check.report import Line, last_line
-from elasticstate.discovery import host_source
-from elasticstate.driver.discovery import Discovery
+from elasticstate.discovery import Discovery, host_source
 from elasticstate.errors import DiscoveryError
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,17 @@ class Line:
         remedy = f": {self.remedy}" if self.remedy and not self.is_available else ""
         first = f"    [{'X' if self.is_available else ' '}] {self.text}{remedy}"
         return "\n".join([first, *(f"        {note}" for note in self.notes)])
+
+
+class BackendFindings(NamedTuple):
+    """Findings about one backend."""
+
+    lines: list[Line]
+    problem: str  # the reason why --backend cannot name this backend, and the remedy; empty: it can
+
+
+SearchForBackend = Callable[[float], Awaitable[BackendFindings]]
+"""Search for the parts of a backend on this machine. The argument limits the seconds of each step."""
 
 
 def last_line(text: str) -> str:

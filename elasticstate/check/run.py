@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from elasticstate.backends import BackendFindings, searches
+from elasticstate.backends import BACKENDS
 from elasticstate.check.hosts import host_lines
 from elasticstate.check.local import (
     commit_line,
@@ -19,10 +19,11 @@ from elasticstate.check.local import (
     port_lines,
     ssh_line,
 )
-from elasticstate.check.report import Line, render
+from elasticstate.check.report import BackendFindings, Line, SearchForBackend, render
 from elasticstate.check.torch_build import Torch, machine_type, needed_torch, nvidia_driver, probe, torch_lines
 from elasticstate.machine import slots_of_this_machine, version
 from elasticstate.options import Options, temporary_directory
+from elasticstate.plug_ins import load_part
 from elasticstate.terminal import message, printable
 
 T = TypeVar("T")
@@ -56,6 +57,11 @@ async def _until_a_signal(checking: Coroutine[Any, Any, int]) -> int:
     if task.cancelled():
         return _ENDS[received[0]]
     return task.result()
+
+
+def searches() -> dict[str, SearchForBackend]:
+    """Return the searches of the backends that have one, by name."""
+    return {name: load_part(parts.check) for name, parts in BACKENDS.items() if parts.check}
 
 
 class _Check:

@@ -12,7 +12,7 @@ from elasticstate.options import Options, read_options_to_check
 from elasticstate.options.kinds import parse_host
 
 if TYPE_CHECKING:
-    from elasticstate.screen.screen import Screen
+    from elasticstate.driver.screen import Screen
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +37,9 @@ def _check(texts: Mapping[str, str | None]) -> int:
 
 
 def _run(options: Options, must_reattach: bool = False) -> int:
+    from elasticstate.driver.screen import screen_for
     from elasticstate.launchers.command import early_agent
     from elasticstate.processes import keep_owner_access
-    from elasticstate.screen.screen import screen_for
 
     keep_owner_access()
     named = {without_case(parse_host(text, 1).name) for text in options.hosts}

@@ -148,7 +148,7 @@ def _agent_status(argv: Sequence[str]) -> int:
     parser.add_argument("--agent", required=True, metavar="PATH", help="The agent's --status-socket.")
     parser.add_argument("--ready", action="store_true", help="Exit status 1 also if the agent serves no driver.")
     given = parser.parse_args(argv)
-    from elasticstate.net.agent_status import ask_agent
+    from elasticstate.net.link import ask_agent
 
     timeout_s = CONNECT_TIMEOUT_S
     try:

@@ -16,28 +16,11 @@ from collections.abc import Iterator, Sequence
 
 from elasticstate.core import event_file, types as t
 from elasticstate.core.commits import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
-from elasticstate.core.figures import (
-    NAMES,
-    Activity,
-    JobFigures,
-    Losses,
-    Origin,
-)
-from elasticstate.core.state import (
-    Draft,
-    Forming,
-    Host,
-    Membership,
-    Over,
-    Running,
-    Together,
-    Waiting,
-    Worker,
-)
-from elasticstate.core.worlds import NOTHING, keeps, newest, survivors_of
+from elasticstate.core.figures import NAMES, Activity, JobFigures, Losses, Origin
+from elasticstate.core.state import Draft, Forming, Host, Membership, Over, Running, Together, Waiting, Worker
+from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 # ------------------------------------------------------------------------------------------------------------- activity
-# The activity of a job, derived from the core's state. The account of time (figures.py) adds up activities.
 
 
 def activity_of(d: Draft) -> Activity:
@@ -268,7 +251,7 @@ def _sealed(d: Draft) -> Iterator[tuple[t.SlotId, t.CommitId]]:
     """Yield, for each keeper in the ended world, the newest commit that is known to be sealed in its slot."""
     world = d.world
     for placement in world.members if world is not None else ():
-        if world is not None and not keeps(world, placement.rank):
+        if world is not None and not world.keeps(placement.rank):
             continue
         slot_id = placement.worker.slot_id
         slot = d.slots.get(slot_id)

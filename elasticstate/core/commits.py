@@ -14,24 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticstate.core import types as t
-from elasticstate.core.state import (
-    Draft,
-    Host,
-    Membership,
-    Running,
-    Worker,
-)
+from elasticstate.core.state import Draft, Host, Membership, Running, Worker
 from elasticstate.core.types import number_of
 
 # ------------------------------------------------------------------------------------------------------------- retained
 
 
-def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None, sealed: t.CommitId | None = None) -> None:
-    """Record the newest commit in a slot's commit storage. ``sealed``: the newest that was ever sealed there, which may
-    be damaged by now. A newer commit than before lies in the other buffer."""
+def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId) -> None:
+    """Record the newest commit in a slot's commit storage. A newer one than before lies in the other buffer."""
     slot = d.slots.get(slot_id)
     if slot is not None:
-        record_both(d, slot_id, commit, slot.previous if commit == slot.retained else slot.retained, sealed)
+        record_both(d, slot_id, commit, slot.previous if commit == slot.retained else slot.retained)
 
 
 def record_both(
@@ -41,7 +34,8 @@ def record_both(
     previous: t.CommitId | None,
     sealed: t.CommitId | None = None,
 ) -> None:
-    """Record the commits in both buffers of a slot."""
+    """Record the commits in both buffers of a slot. ``sealed``: the newest that was ever sealed there, which may be
+    damaged by now."""
     slot = d.slots.get(slot_id)
     if slot is None:
         return

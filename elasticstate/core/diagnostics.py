@@ -25,7 +25,6 @@ from elasticstate.core.state import (
 from elasticstate.core.types import SHOWN, listed, number_of, ranks_text
 
 # --------------------------------------------------------------------------------------------------------------- stalls
-# Stalls: calls in which some ranks wait for ranks that have not made the call. Lookups and texts; read-only.
 
 
 Call = tuple[int, int]  # process set, number

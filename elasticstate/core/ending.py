@@ -10,14 +10,7 @@ from elasticstate.core.diagnostics import names
 from elasticstate.core.hangs import begin_hang
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.slots import stop
-from elasticstate.core.state import (
-    Draft,
-    Failure,
-    Forming,
-    Over,
-    Running,
-    Worker,
-)
+from elasticstate.core.state import Draft, Failure, Forming, Over, Running, Worker
 from elasticstate.core.types import exception_line, number_of
 
 QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new world's first tick ends this time early

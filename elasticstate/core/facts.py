@@ -10,29 +10,12 @@ import signal
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import (
-    accounting,
-    commits,
-    event_file,
-    partition,
-    plain,
-    sharded,
-    types as t,
-    waiting,
-)
+from elasticstate.core import accounting, commits, event_file, partition, plain, sharded, types as t, waiting
 from elasticstate.core.ending import earlier
 from elasticstate.core.hangs import collectives_reported, hang_text, report_hang, where_reported
 from elasticstate.core.slots import host_is_lost, hosts_discovered, slot_failed, start_preemption_cooldown, stop
 from elasticstate.core.stalls import call_reported
-from elasticstate.core.state import (
-    Draft,
-    Failure,
-    Finishing,
-    Forming,
-    Running,
-    Stopping,
-    Worker,
-)
+from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
 from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended, signal_name
 

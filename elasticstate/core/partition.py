@@ -7,7 +7,6 @@ from math import inf
 from elasticstate.core import types as t
 from elasticstate.core.policy import LEASE_MARGIN, Policy
 from elasticstate.core.state import Draft, Forming, Waiting, Worker
-from elasticstate.core.worlds import keeps
 
 
 def lease_s(policy: Policy) -> float:
@@ -48,7 +47,7 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     members = d.world.members if d.world is not None and generation == d.generation else ()
     rank = next((placement.rank for placement in members if placement.worker == worker), None)
     lacked = d.world is not None and rank in d.world.lacking  # so the worker's commit may be older than its world
-    keeps_own = d.world is None or rank is None or keeps(d.world, rank)
+    keeps_own = d.world is None or rank is None or d.world.keeps(rank)
     late = generation > 0
     d.add(Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, keeps=keeps_own, late=late))
     if late:

@@ -19,14 +19,7 @@ from elasticstate.core.ending import become_over, count_reset, earlier, fail_job
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.running import drain_time
 from elasticstate.core.slots import long_s, newcomers, patience_limit_s, publish, stop
-from elasticstate.core.state import (
-    Draft,
-    Failure,
-    Round,
-    Together,
-    Waiting,
-    Worker,
-)
+from elasticstate.core.state import Draft, Failure, Round, Together, Waiting, Worker
 from elasticstate.core.types import exception_line, listed, number_of
 
 _REMEDY = (

@@ -6,52 +6,51 @@ workers, and the messages that living workers have sent in their generation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import activity_of, follow
 from elasticstate.core.ending import end_now
-from elasticstate.core.figures import (
-    NO_PAST,
-    Losses,
-    Origin,
-    PastFigures,
-)
+from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
 from elasticstate.core.state import Draft, Failure, Finishing, Host, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership
 from elasticstate.core.types import ShardLayout, listed
-from elasticstate.core.worlds import NOTHING, keeps
+from elasticstate.core.worlds import NOTHING
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
 
 
-@dataclass(frozen=True, slots=True)
-class Remains:
+class Recorded(Struct, frozen=True, kw_only=True):
+    """State of a job, as its record has it for the next driver."""
+
+    epoch: int  # counts the drivers of the job, from 1; in ``Remains``, of the new driver
+    hosts: tuple[t.HostSlots, ...] = ()  # discovery's last answer
+    world: t.World | None = None  # the newest world that was published or about to be published
+    ages: tuple[int, ...] = ()  # of its members, by rank
+    next_age: int = 0
+    highest: t.CommitId | None = None  # newest commit with tick >= 1 that was reported
+    first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
+    restarts: int = 0  # failed worlds of plain workers
+    layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
+    replicated: t.CommitId | None = None  # the newest commit whose replication is complete
+    past: PastFigures = NO_PAST  # of the job so far, by the core's clock
+
+
+class Remains(Recorded, frozen=True, kw_only=True):
     """State of a job without a driver, from the job's record and from the reports of its agents."""
 
-    epoch: int  # the epoch of the new driver: higher than that of any earlier driver
-    world: t.World | None  # the newest world that was published or about to be published
-    ages: tuple[int, ...]  # the ages of this world's members, by rank
-    next_age: int
-    highest: t.CommitId | None  # the newest user's commit that was reported
-    hosts: tuple[t.HostSlots, ...]  # discovery's last answer
     lost: frozenset[str]  # unreachable hosts that had an agent or members of this world: AgentLost follows
     living: dict[t.WorkerId, int]  # reachable workers, each with the newest generation whose world it received
     exited: frozenset[t.WorkerId]  # workers that exited since this world: WorkerExited follows
     ticks: int  # the most that a member of this world is known to have completed
     has_ended: bool  # some members of this world have received END
     gate_is_open: bool  # some members of this world have received OpenGate
-    first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
-    restarts: int = 0  # failed worlds of plain workers
-    past: PastFigures = NO_PAST  # of the earlier drivers
-    layouts: tuple[ShardLayout, ...] = ()  # of the generations whose commits may be the line
-    replicated: t.CommitId | None = None  # the newest commit whose replication is complete
     seen_at: float = inf  # the last time at which the previous driver is known to have lived; inf: not known
 
     @property
@@ -153,7 +152,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
                     moved_at=d.now,
                     place=t.Place.TRAIN,
                     lacked=placement.rank in lacking,
-                    keeps=keeps(world, placement.rank),
+                    keeps=world.keeps(placement.rank),
                 ),
             )
         else:

@@ -24,29 +24,11 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.hangs import check_ticks, report_hang, standstill_deadlines
 from elasticstate.core.slots import stop
-from elasticstate.core.stalls import (
-    check_stalls,
-    end_stalls,
-    overdue_stall,
-    shut_down,
-    stall_deadlines,
-)
-from elasticstate.core.state import (
-    Draft,
-    Failure,
-    Finishing,
-    Running,
-    Stopping,
-    Worker,
-)
+from elasticstate.core.stalls import check_stalls, end_stalls, overdue_stall, shut_down, stall_deadlines
+from elasticstate.core.state import Draft, Failure, Finishing, Running, Stopping, Worker
 from elasticstate.core.stragglers import check_pace, end_stragglers
 from elasticstate.core.types import listed, number_of
-from elasticstate.core.worlds import (
-    candidates,
-    enter,
-    make_world,
-    resumes_from_copy,
-)
+from elasticstate.core.worlds import candidates, enter, make_world, resumes_from_copy
 
 # -------------------------------------------------------------------------------------------------------------- planned
 # Planned changes: HOLD(g), the answers, END(g) at K = 1 + the highest number of ticks that a member has completed.
@@ -232,7 +214,7 @@ def become_running(
     report_hang(d)
     world = make_world(d, chosen, line, sources)
     enter(d, world)
-    d.effects.append(t.PublishWorld(world))
+    d.effects.append(world)
     d.note(
         event_file.WorldFormed,
         size=world.size,

@@ -22,14 +22,7 @@ from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.commits import has_job_state
-from elasticstate.core.state import (
-    Draft,
-    Host,
-    Membership,
-    Over,
-    Running,
-    Worker,
-)
+from elasticstate.core.state import Draft, Host, Membership, Over, Running, Worker
 from elasticstate.core.types import Replication, ShardLayout
 
 # ----------------------------------------------------------------------------------------------------------------- line

@@ -25,10 +25,9 @@ from elasticstate.core.state import (
     Together,
     Waiting,
     Worker,
-    assign,
 )
 from elasticstate.core.types import number_of, within_limits
-from elasticstate.core.worlds import may_hold_more
+from elasticstate.core.worlds import assign, may_hold_more
 
 # ------------------------------------------------------------------------------------------------------------- cooldown
 # Formulas for the backoff of a slot that has failed and the cooldown of a host that fails repeatedly.
@@ -84,7 +83,6 @@ def _spread(seconds: float, min_s: float, max_s: float, name: str, count: int) -
 
 
 # -------------------------------------------------------------------------------------------------------------- backoff
-# Backoff of slots and cooldown of hosts after failures, and the conditions that clear their failure counters.
 
 
 def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], notice: str) -> None:
@@ -183,7 +181,6 @@ def long_s(d: Draft) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- named hosts
-# The hosts that discovery names.
 
 
 def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
@@ -242,9 +239,6 @@ def chosen(d: Draft, free: Sequence[t.SlotId], are_more_expected: bool) -> list[
 def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t.PlainPlace]]:
     """Return the places of ``workers``, which are in the order of their hosts."""
     placements = assign([(worker, NEWCOMER) for worker in workers])
-    first: dict[str, int] = {}
-    for placement in placements:
-        first.setdefault(placement.worker.host, placement.rank)
     return [
         (
             p,
@@ -252,7 +246,7 @@ def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t
                 generation=d.generation + 1,
                 rank=p.rank,
                 size=len(placements),
-                local_rank=p.rank - first[p.worker.host],
+                local_rank=p.local_place,
                 local_size=p.local_size,
                 group_rank=p.cross_rank,
                 group_size=p.cross_size,
@@ -278,7 +272,8 @@ def publish(d: Draft) -> None:
     assert present is not None
     left = [] if d.world is None else [str(member.worker) for member in d.world.members]
     accounting.next_generation(d)
-    d.world = t.World(d.generation + 1, present.members, 0, (), "", fresh=True, is_plain=True)
+    members = present.members
+    d.world = t.World(d.generation + 1, members, len(members), 0, (), "", fresh=True, is_plain=True)
     for member in present.members:
         worker = d.workers.get(member.worker)
         if worker is not None:

@@ -13,13 +13,7 @@ from math import inf
 
 from elasticstate.core import diagnostics, event_file, types as t
 from elasticstate.core.ending import become_over
-from elasticstate.core.state import (
-    Draft,
-    Finishing,
-    Running,
-    Stall,
-    Worker,
-)
+from elasticstate.core.state import Draft, Finishing, Running, Stall, Worker
 
 ANSWER_S = 1.0  # seconds for the agents to answer the request for all calls
 _CALL_ENDED = "the call has ended"

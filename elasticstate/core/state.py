@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple, ParamSpec
@@ -28,58 +28,8 @@ from elasticstate.core.types import (
     World,
 )
 
-# ----------------------------------------------------------------------------------------------------------- assignment
-# Assignment of ranks. The ranks of a host are contiguous. Hosts are ordered by their oldest worker, the workers of a
-# host by age, then by slot. Rank 0 is the oldest worker.
-
-
 NEWCOMER = 1 << 62
 """Age of a worker that was not in the last world: younger than every survivor."""
-
-
-def assign(workers: Sequence[tuple[WorkerId, int]]) -> tuple[Placement, ...]:
-    """Place ``(worker, age)`` pairs. A smaller age is older. Hosts with equal ages keep their order in ``workers``.
-
-    So survivors keep their order within a host, and hosts keep their order as long as their oldest worker lives.
-    """
-    hosts: dict[str, list[tuple[int, int, WorkerId]]] = {}
-    for worker, age in workers:
-        hosts.setdefault(worker.host, []).append((age, worker.slot, worker))
-    for members in hosts.values():
-        members.sort()
-    ordered = sorted(hosts.values(), key=lambda members: members[0][0])
-    placements: list[Placement] = []
-    for cross_rank, members in enumerate(ordered):
-        for position, (_, slot, worker) in enumerate(members):
-            placements.append(
-                Placement(
-                    worker=worker,
-                    rank=len(placements),
-                    local_rank=slot,
-                    local_size=len(members),
-                    local_leader=position == 0,
-                    cross_rank=cross_rank,
-                    cross_size=len(ordered),
-                )
-            )
-    return tuple(placements)
-
-
-def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> Placement:
-    """Return the placement of ``rank`` in a world of another launcher. ``places``: host and local rank of each rank."""
-    hosts = list(dict.fromkeys(host for host, _ in places))
-    host, local_rank = places[rank]
-    members = [other for other, (name, _) in enumerate(places) if name == host]
-    return Placement(
-        worker=WorkerId(host, local_rank, 1),
-        rank=rank,
-        local_rank=local_rank,
-        local_size=len(members),
-        local_leader=rank == members[0],
-        cross_rank=hosts.index(host),
-        cross_size=len(hosts),
-    )
-
 
 # --------------------------------------------------------------------------------------------------------------- phases
 # The phases of a job, and why a generation has ended. Frozen values.
@@ -227,7 +177,6 @@ class Round(Struct, frozen=True, gc=False):
 
 
 # -------------------------------------------------------------------------------------------------------------- ticking
-# Record of the ticks of the present world, for the detection of standstills (hangs.py).
 
 
 class Standstill(Struct, frozen=True, gc=False):
@@ -276,10 +225,6 @@ class Host(Struct, frozen=True, gc=False):
     reported_at: float = -inf
     loss: str = ""  # why the last agent was lost unexpectedly; "" when another one has connected
     kept: frozenset[tuple[SlotId, CommitId]] = frozenset()  # the copies in its agent's store, as last reported
-
-    def is_in_preemption_cooldown(self, now: float) -> bool:
-        """Return True if the host is in cooldown after a preemption notice."""
-        return self.notices > 0 and self.cooldown_until > now
 
 
 class Slot(Struct, frozen=True, gc=False):

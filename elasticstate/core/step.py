@@ -35,12 +35,7 @@ from elasticstate.core.running import (
     stopping_deadlines,
 )
 from elasticstate.core.sharded import replicate, replication_deadlines
-from elasticstate.core.slots import (
-    mark_draining,
-    slot_deadlines,
-    start_and_stop,
-    stop_overdue_boots,
-)
+from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
 from elasticstate.core.stalls import end_stalls
 from elasticstate.core.state import (
     Count,

@@ -20,13 +20,7 @@ from itertools import pairwise
 
 from elasticstate.core import event_file
 from elasticstate.core.slots import patience_s
-from elasticstate.core.state import (
-    Draft,
-    Finishing,
-    Running,
-    Straggler,
-    Worker,
-)
+from elasticstate.core.state import Draft, Finishing, Running, Straggler, Worker
 from elasticstate.core.worlds import candidates
 
 WINDOW = 10

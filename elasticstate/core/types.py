@@ -14,7 +14,6 @@ from msgspec import Struct
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 
 # ---------------------------------------------------------------------------------------------------------------- texts
-# Phrases that several texts share.
 
 
 SHOWN = 16
@@ -51,10 +50,6 @@ def exception_line(error: str) -> str:
     return next((line for line in lines[frames[-1] :] if not line.startswith(" ")), "")
 
 
-# -------------------------------------------------------------------------------------------------------------- message
-# Message: the base of all messages of the control plane.
-
-
 class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages of the control plane: an array ``[tag, field, ...]`` in MessagePack.
 
@@ -64,19 +59,23 @@ class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fie
 
 
 # --------------------------------------------------------------------------------------------------------------- places
-# Places of workers: in a world, and in a world of plain commands.
 
 
-class Placement(Struct, frozen=True, gc=False):
+class Placement(Struct, frozen=True, array_like=True, gc=False):
     """Position of one worker in a world, in the terms of Horovod and torchrun; see docs/how-it-works.md."""
 
     worker: WorkerId
     rank: int
     local_rank: int  # the slot: the device index, sticky for the life of the worker
     local_size: int
-    local_leader: bool  # exactly one worker per host and world
+    local_place: int  # place among the workers of its host, without gaps
     cross_rank: int  # index of the host
     cross_size: int  # number of hosts
+
+    @property
+    def local_leader(self) -> bool:
+        """True for exactly one worker per host and world."""
+        return self.local_place == 0
 
 
 class PlainPlace(Struct, frozen=True, array_like=True, gc=False):
@@ -132,7 +131,6 @@ class Shards(Struct, frozen=True, gc=False):
 
 
 # -------------------------------------------------------------------------------------------------------------- durable
-# Durable copies, as far as the core knows them: where a world without a usable commit gets its state.
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,6 @@ class DurableSource(Message, frozen=True):
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
-# Copies of commits of sharded jobs: where workers read shards, and which copies agents keep. See core/sharded.py.
 
 
 class CopyFigures(NamedTuple):
@@ -167,8 +164,7 @@ class CopyFigures(NamedTuple):
     received_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOf:
+class CopyOf(Struct, frozen=True, array_like=True, gc=False):
     """Copy of the commit of a slot, in the memory of a host: the slot's own buffer there, or a kept copy."""
 
     host: str
@@ -176,8 +172,7 @@ class CopyOf:
     commit: CommitId
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSource:
+class ShardSource(Struct, frozen=True, array_like=True, gc=False):
     """Copy from which a worker may read the shards that belong to a digest."""
 
     digest: int  # of the shards; equal digests: the same shards
@@ -237,7 +232,6 @@ CopyEffect = Replicate | StopReplication | ForgetCopies
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
-# Collective calls of workers: the report of a worker, and the effect that requests reports.
 
 
 class CallReport(Message, frozen=True):
@@ -265,7 +259,6 @@ class WatchCalls(Message, frozen=True):
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
-# Collectives that workers have entered: their reports when a generation has ended because it hangs, and the result.
 
 
 class Collective(Message, frozen=True):
@@ -456,26 +449,102 @@ Report = (
 # ---------------------------------------------------------------------------------------------------------------- world
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """The world of one generation: a frozen map from worker to rank. ``members[r].rank == r``."""
+class MemberOptions(Struct, frozen=True, array_like=True, gc=False):
+    """The values of options that the members of a world need."""
+
+    collective_timeout_s: float
+    regroup_timeout_s: float
+    verify_sync: bool
+    records_ticks: bool
+
+
+class World(Message, frozen=True):
+    """The world of one generation: the core makes it, the record holds it, and members receive and show it.
+
+    As an effect it is published. The driver sends to each host the part of it: ``members`` and ``keepers`` there, and
+    as many ``sources`` as fit into a message. ``members`` are always in the order of ranks, without gaps.
+    """
 
     generation: int
     members: tuple[Placement, ...]
+    size: int
     root: int  # rank of the oldest worker among those that hold the newest commit
-    lacking: tuple[int, ...]  # ranks that need the root's state, ascending
+    lacking_runs: tuple[tuple[int, int], ...]  # ranks that need the root's state: in a first world all but one do
     store: str  # "address:port" of the TCPStore server of rank 0
     fresh: bool = False  # all members are new processes that have not been in a world before
     is_plain: bool = False  # the members do not use ``run``
-    near: tuple[int, ...] = ()  # those of ``lacking`` that read a commit of the root, or of their keeper, from memory
+    near_runs: tuple[tuple[int, int], ...] = ()  # those that read a commit of the root, or of their keeper, from memory
     line: CommitId | None = None  # the commit line; None: nothing is attached, or no attach is complete
     sources: tuple[ShardSource, ...] = ()  # the readable copies of the line: a slot's own buffer before kept copies
     durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
     keepers: tuple[int, ...] = ()  # ranks that keep commits, ascending: the root and one of each host; (): all ranks
+    options: MemberOptions = MemberOptions(0.0, 0.0, False, False)  # filled in by the driver, as ``copy_servers`` is
+    copy_servers: tuple[tuple[str, str], ...] = ()  # "address:port" by host, for ``sources``
+    reader: int = 0  # the member that receives this, as an index of ``members``; filled in by its agent
 
     @property
-    def size(self) -> int:
-        return len(self.members)
+    def placement(self) -> Placement:
+        """The place of the member that has received this world."""
+        return self.members[self.reader]
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        return from_runs(self.lacking_runs)
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        return from_runs(self.near_runs)
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        host, port = self.store.rsplit(":", 1)
+        return host, int(port)
+
+    @property
+    def root_slot(self) -> int:
+        """The slot of the root, if it is on the reader's host."""
+        return next((member.worker.slot for member in self.members if member.rank == self.root), 0)
+
+    @property
+    def follows(self) -> int | None:
+        """The slot of the keeper whose commits the reader restores; None if it keeps its own."""
+        return None if self.keeps(self.rank) else self._member(self.keeper_of(self.rank)).worker.slot
+
+    def keeps(self, rank: int) -> bool:
+        """Return True if this rank keeps commits of its own."""
+        return not self.keepers or rank in self.keepers
+
+    def keeper_of(self, rank: int) -> int:
+        """Return the rank whose commits this rank restores: itself, or a keeper on its host, the root before others."""
+        if self.keeps(rank):
+            return rank
+        host = self._member(rank).worker.host
+        mates = [keeper for keeper in self.keepers if self._member(keeper).worker.host == host]
+        return self.root if self.root in mates else mates[0]
+
+    def _member(self, rank: int) -> Placement:
+        return self.members[rank - self.members[0].rank]
+
+
+def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return ascending numbers as runs [first, last + 1), which are short: all but one lack the state in a first world
+    of 10000 members."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return tuple(runs)
+
+
+def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the numbers of these runs: the reverse of :func:`as_runs`."""
+    return tuple(number for first, behind in runs for number in range(first, behind))
 
 
 # --------------------------------------------------------------------------------------------------------- events
@@ -660,11 +729,6 @@ class Sever:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class PublishWorld:
-    world: World
-
-
 class Leave(Message, frozen=True):
     """LEAVE: the worker exits with 0. The staying workers have the state of its last tick (I15)."""
 
@@ -733,7 +797,7 @@ Effect = (
     | Release
     | End
     | Sever
-    | PublishWorld
+    | World
     | Leave
     | Terminate
     | ConfirmOwnError

@@ -39,32 +39,11 @@ from elasticstate.core.plain import (
     waiting_plain_deadlines,
 )
 from elasticstate.core.running import become_finishing, become_running
-from elasticstate.core.sharded import (
-    awaited_copies,
-    exiting,
-    find_line,
-    hosts_of,
-    is_sharded,
-)
+from elasticstate.core.sharded import awaited_copies, exiting, find_line, hosts_of, is_sharded
 from elasticstate.core.slots import FAILURES_IN_A_ROW, leave, stop
-from elasticstate.core.state import (
-    NEW_SLOT,
-    Draft,
-    Failure,
-    Forming,
-    Waiting,
-    Worker,
-)
+from elasticstate.core.state import NEW_SLOT, Draft, Failure, Forming, Waiting, Worker
 from elasticstate.core.types import listed, number_of
-from elasticstate.core.worlds import (
-    NOTHING,
-    choose,
-    durable_source,
-    may_hold_more,
-    newest,
-    postponed,
-    staying,
-)
+from elasticstate.core.worlds import NOTHING, choose, durable_source, may_hold_more, newest, postponed, staying
 
 # -------------------------------------------------------------------------------------------------------------- misfits
 # Misfits: new processes that cannot load the state of the job, because the training has changed its structure.
@@ -408,7 +387,6 @@ def failed_slots(d: Draft) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- forming
-# The phase Forming: a generation has ended, and the core waits for its living members to form the next world.
 
 
 def forming(d: Draft, phase: Forming) -> None:

@@ -1,33 +1,71 @@
-"""Construction of a world: its members, its root, and the ranks that need the root's state."""
+"""Construction of a world: its members, its root, the ranks that need the root's state; and its parts for hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from math import inf
 
+from msgspec.structs import replace
+
 from elasticstate.core import types as t
-from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker, assign
+from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker
+
+# ----------------------------------------------------------------------------------------------------------- assignment
+# Assignment of ranks. The ranks of a host are contiguous. Hosts are ordered by their oldest worker, the workers of a
+# host by age, then by slot. Rank 0 is the oldest worker.
+
+
+def assign(workers: Sequence[tuple[t.WorkerId, int]]) -> tuple[t.Placement, ...]:
+    """Place ``(worker, age)`` pairs. A smaller age is older. Hosts with equal ages keep their order in ``workers``.
+
+    So survivors keep their order within a host, and hosts keep their order as long as their oldest worker lives.
+    """
+    hosts: dict[str, list[tuple[int, int, t.WorkerId]]] = {}
+    for worker, age in workers:
+        hosts.setdefault(worker.host, []).append((age, worker.slot, worker))
+    for members in hosts.values():
+        members.sort()
+    ordered = sorted(hosts.values(), key=lambda members: members[0][0])
+    placements: list[t.Placement] = []
+    for cross_rank, members in enumerate(ordered):
+        for position, (_, slot, worker) in enumerate(members):
+            placements.append(
+                t.Placement(
+                    worker=worker,
+                    rank=len(placements),
+                    local_rank=slot,
+                    local_size=len(members),
+                    local_place=position,
+                    cross_rank=cross_rank,
+                    cross_size=len(ordered),
+                )
+            )
+    return tuple(placements)
+
+
+def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> t.Placement:
+    """Return the placement of ``rank`` in a world of another launcher. ``places``: host and local rank of each rank."""
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    host, local_rank = places[rank]
+    members = [other for other, (name, _) in enumerate(places) if name == host]
+    return t.Placement(
+        worker=t.WorkerId(host, local_rank, 1),
+        rank=rank,
+        local_rank=local_rank,
+        local_size=len(members),
+        local_place=local_rank,
+        cross_rank=hosts.index(host),
+        cross_size=len(hosts),
+    )
+
 
 # -------------------------------------------------------------------------------------------------------------- keepers
 # Keepers: with --one-copy-per-host, the root and one member of each host keep commits; the others are followers.
 #
 # A follower restores the commit of its host's keeper. It never counts as a holder of the job's state, because it has
 # no buffers that outlive a failure. See docs/decisions/one-copy-per-host.md.
-
-
-def keeps(world: t.World, rank: int) -> bool:
-    """Return True if this rank keeps commits of its own."""
-    return not world.keepers or rank in world.keepers
-
-
-def keeper_of(world: t.World, rank: int) -> int:
-    """Return the rank whose commits this rank restores: itself, or a keeper on its host, the root before others."""
-    if keeps(world, rank):
-        return rank
-    host = world.members[rank].worker.host
-    mates = [keeper for keeper in world.keepers if world.members[keeper].worker.host == host]
-    return world.root if world.root in mates else mates[0]
 
 
 def choose_keepers(
@@ -53,6 +91,7 @@ def choose_keepers(
 # --------------------------------------------------------------------------------------------------------------- worlds
 
 
+_MOST_SOURCES = 1000
 NOTHING = t.CommitId(0, 0)
 """Older than every commit."""
 
@@ -130,18 +169,56 @@ def make_world(
     lacking = [rank for rank, commit in enumerate(commits) if rank != root and (commit != best or commit == NOTHING)]
     first = d.workers[placements[0].worker].ready
     assert first is not None
-    fresh = not any(worker.joined for worker in chosen)
-    if line is not None:
-        return t.World(d.generation + 1, placements, root, (), first.store, fresh, line=line, sources=sources)
-    durable = durable_source(d, bool(d.shards.layouts) or best != NOTHING) if resumes_from_copy(d, chosen) else None
-    if d.shards.layouts:
-        return t.World(d.generation + 1, placements, root, (), first.store, fresh, durable=durable)
-    keepers = choose_keepers(d, placements, root, lacking, commits)
     world = t.World(
-        d.generation + 1, placements, root, tuple(lacking), first.store, fresh, durable=durable, keepers=keepers
+        d.generation + 1,
+        placements,
+        len(placements),
+        root,
+        (),
+        first.store,
+        fresh=not any(worker.joined for worker in chosen),
+        line=line,
+        sources=sources,
     )
-    near = [rank for rank in lacking if _is_near(d, world, rank, best)]
-    return replace(world, near=tuple(near)) if near else world
+    if line is not None:
+        return world
+    if resumes_from_copy(d, chosen):
+        world = replace(world, durable=durable_source(d, bool(d.shards.layouts) or best != NOTHING))
+    if d.shards.layouts:
+        return world
+    keepers = choose_keepers(d, placements, root, lacking, commits)
+    world = replace(world, lacking_runs=t.as_runs(lacking), keepers=keepers)
+    return replace(world, near_runs=t.as_runs(rank for rank in lacking if _is_near(d, world, rank, best)))
+
+
+def parts_of(
+    world: t.World, options: t.MemberOptions, copy_servers: Mapping[str, str]
+) -> Iterator[tuple[str, t.World]]:
+    """Yield, by host, the part of a world that its members receive. ``copy_servers``: by host, the address."""
+    sources = _first_sources(world.sources)
+    hosts = dict.fromkeys(source.copy.host for source in sources)
+    world = replace(
+        world,
+        sources=sources,
+        copy_servers=tuple((host, copy_servers.get(host, "")) for host in hosts),
+        options=options,
+    )
+    for host, on_host in groupby(world.members, key=lambda placement: placement.worker.host):
+        members = tuple(on_host)
+        keepers = set(world.keepers).intersection(member.rank for member in members)
+        yield host, replace(world, members=members, keepers=tuple(sorted(keepers)))
+
+
+def _first_sources(sources: tuple[t.ShardSource, ...]) -> tuple[t.ShardSource, ...]:
+    """Return the first copies of each digest, as many as fit into a datagram, in their order."""
+    if len(sources) <= _MOST_SOURCES:
+        return sources
+    number: Counter[int] = Counter()
+    places: list[tuple[int, int]] = []
+    for source in sources:
+        places.append((number[source.digest], len(places)))
+        number[source.digest] += 1
+    return tuple(sources[place] for place in sorted(place for _, place in sorted(places)[:_MOST_SOURCES]))
 
 
 def durable_source(d: Draft, is_sharded: bool = False) -> t.DurableSource | None:
@@ -169,10 +246,10 @@ def resumes_from_copy(d: Draft, chosen: Iterable[Worker]) -> bool:
 def _is_near(d: Draft, world: t.World, rank: int, best: t.CommitId) -> bool:
     """Return True if the worker of this rank can read the state from the memory of its host: the commit of its keeper,
     or, if it keeps commits itself, that of the root. ``best``: the newest commit of all members."""
-    is_keeper = keeps(world, rank)
+    is_keeper = world.keeps(rank)
     if is_keeper and best == NOTHING:
         return False
-    source_rank = world.root if is_keeper else keeper_of(world, rank)
+    source_rank = world.root if is_keeper else world.keeper_of(rank)
     worker, source = (d.workers[world.members[index].worker] for index in (rank, source_rank))
     if worker.ready is None or source.ready is None or worker.id.host != source.id.host:
         return False
@@ -200,7 +277,7 @@ def enter(d: Draft, world: t.World) -> None:
             answer=None,
             in_gate=False,
             lacked=placement.rank in lacking,
-            keeps=keeps(world, placement.rank),
+            keeps=world.keeps(placement.rank),
             draining_since=d.now if worker.draining else worker.draining_since,
             ticks=0,
             ticks_at=d.now,

@@ -1,8 +1,7 @@
-"""The agents of a job: their connections, and the messages to them.
+"""The agents of a job: their processes, their connections, and the messages to them.
 
-AgentServer listens for them, AgentStarter starts and ends their processes, watch_silence detects silent ones. What they
-send goes to the driver (driver.py). An unreachable agent on another host need not be dead: it may connect again, with
-its workers.
+What they send goes to the driver (driver.py). An unreachable agent on another host need not be dead: it may connect
+again, with its workers.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from elasticstate import commits as commit_directory
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
-from elasticstate.driver.beats import next_beat
 from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AgentProcess, HostLaunchers
 from elasticstate.launchers.local_launcher import AdoptedAgent, DialledIn
 from elasticstate.machine import version
-from elasticstate.net import codec, messages
-from elasticstate.net.control import AgentStream, ControlServer, Owner
-from elasticstate.net.messages import JobSpec, Launch
+from elasticstate.net import messages
+from elasticstate.net.control import AgentStream, ControlServer
+from elasticstate.net.messages import Launch
 from elasticstate.net.names import (
     LOCALHOST,
     address_of,
@@ -38,13 +35,10 @@ from elasticstate.net.names import (
 )
 from elasticstate.net.strangers import Strangers
 from elasticstate.net.trust import Trust
-from elasticstate.options import CONNECT_TIMEOUT_S, Options, agent_variable, passed_on
+from elasticstate.options import CONNECT_TIMEOUT_S, agent_variable, passed_on
 from elasticstate.options.kinds import is_host_name, split_address
 from elasticstate.processes import kill_marked
-from elasticstate.threads import in_thread
-
-# --------------------------------------------------------------------------------------------------------- agent handle
-# The driver's record of an agent.
+from elasticstate.threads import in_thread, next_beat
 
 
 @dataclass(slots=True, eq=False)
@@ -66,241 +60,9 @@ class AgentHandle:
     has_ended: bool = False  # its process on this machine
 
 
-# --------------------------------------------------------------------------------------------------------- agent server
-# The addresses where agents connect, and the warnings of refused connections.
-
-
-class AgentServer:
-    """The driver's server for agents. ``owner`` gets their messages."""
-
-    def __init__(
-        self,
-        options: Options,
-        token: str,
-        owner: Owner,
-        warn: Callable[[str], None],
-        log: Callable[[str], None],
-        strangers: Strangers | None,
-    ) -> None:
-        self._options = options
-        self._server = ControlServer(Trust(token), options.connect_timeout_s, owner, version(), strangers)
-        self._log = log
-        self.refused = CountedLines(warn).refused
-        self.is_open = False  # for other hosts
-        self.ports: tuple[int, ...] = ()
-        self.addresses: tuple[str, ...] = ()
-
-    def listen(self, job: str, ports: tuple[int, ...]) -> None:
-        """Listen on the previous driver's ``ports``, or on any. Raises OptionError."""
-        if self._options.listen is not None:
-            self._listen_for_hosts(*split_address(self._options.listen))
-        try:
-            self.ports = (self._server.listen(LOCALHOST, *ports[:1]),)
-            self.addresses = (f"{LOCALHOST}:{self.ports[0]}",)
-            if ports[1:]:
-                self.open(ports[1])
-        except OSError as error:
-            raise OptionError(
-                f"--job-name: {job!r}: its agents connect to the ports {', '.join(map(str, ports))}, and the driver "
-                f"cannot listen there ({error.strerror}). Stop the process that uses these ports."
-            ) from None
-
-    def _listen_for_hosts(self, host: str, port: int) -> None:
-        """Listen for agents that dial in (``--listen``): each of them is a host. Raises OptionError."""
-        try:
-            port = self._server.listen(host, port)
-        except OSError as error:
-            raise OptionError(
-                f"--listen: {self._options.listen!r}: {error.strerror}. Give an address of this machine and a free "
-                "port."
-            ) from None
-        self.is_open = True
-        shown = host if host not in ("0.0.0.0", "::") else next(iter(own_addresses()), LOCALHOST)
-        command = f"elasticrun agent --join {shown}:{port} --token-file {self._options.token_file}"
-        self._log(f"waiting for agents: run {command} on each host")
-
-    def open(self, port: int = 0) -> None:
-        """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
-        port = self._server.listen("0.0.0.0", port)
-        self.ports = (self.ports[0], port)
-        self.addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
-        self.is_open = True
-
-    async def stop(self) -> None:
-        await self._server.stop()
-
-
-# -------------------------------------------------------------------------------------------------------- agent silence
-# Detection of silent agents: a process that lives may still be unreachable or stopped.
-
-
 _LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
 _LOOKS_PER_HEARTBEAT = 5  # a heartbeat to each agent at every 5th check only, because it costs more
 _LONGEST_INTERVAL_S = 1.0
-
-
-async def watch_silence(
-    options: Options, agents: Callable[[], list[AgentHandle]], lose: Callable[[AgentHandle, str], None]
-) -> None:
-    """Count silent agents as lost, even if their process lives. Send heartbeats, so that agents can do likewise."""
-    loop = asyncio.get_running_loop()
-    interval_s = min(_LONGEST_INTERVAL_S, options.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
-    limit_s = options.heartbeat_timeout_s
-    looked_at = forgiven_until = loop.time()
-    looks = 0
-    while True:
-        await next_beat(interval_s)
-        now = loop.time()
-        stalled_s = now - looked_at - interval_s
-        looked_at = now
-        looks += 1
-        if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
-            forgiven_until = now
-        for agent in agents():
-            if agent.stream is not None:
-                if looks % _LOOKS_PER_HEARTBEAT == 0:
-                    agent.stream.heartbeat()
-                if now - max(agent.stream.received_at, forgiven_until) > limit_s:
-                    lose(agent, f"sent no heartbeat for --heartbeat-timeout of {limit_s:g} s")
-            elif now - max(agent.since, forgiven_until) > options.start_timeout_s:
-                lose(agent, f"did not connect within --start-timeout of {options.start_timeout_s:g} s")
-
-
-# -------------------------------------------------------------------------------------------------------- agent starter
-# Start of agents, and their processes until they have ended.
-
-
-class AgentStarter:
-    """Starter of agents. ``ended(agent, how)`` is called when the process of an agent has ended and is cleaned up."""
-
-    def __init__(
-        self,
-        spec: JobSpec,
-        token: str,
-        directory: Path,
-        server: AgentServer,
-        tasks: BackgroundTasks,
-        ended: Callable[[AgentHandle, str], None],
-    ) -> None:
-        self._spec = spec
-        self._token = token
-        self._directory = directory
-        self._server = server
-        self._tasks = tasks
-        self._ended = ended
-        self._launchers = HostLaunchers(spec.options)
-        self._started = 0
-        self.own_address = ""  # at which the other hosts reach this one; empty: not known
-        self.running: set[AgentHandle] = set()  # agents whose process lives, or is not cleaned up yet
-
-    @property
-    def _options(self) -> Options:
-        return self._spec.options
-
-    def refuse(self, host: str) -> str:
-        """Return why no agent can be started on a host, or ""."""
-        if reason := self._launchers.refuse(host):
-            return reason
-        if is_this_machine(host) or self._server.is_open or not self._started:
-            return ""
-        return (
-            f"host {host!r} is another machine, but all hosts of the job were this machine when the job started. Its "
-            "workers listen on the loopback interface, which another machine cannot reach"
-        )
-
-    def start(self, host: str) -> AgentHandle:
-        """Start the agent of a host. Raises OSError if that fails."""
-        self._started += 1
-        launcher = self._launchers.of(host)
-        launch = self._launch(host, launcher.is_local)
-        log = self._directory / f"launch-{self._spec.epoch}-{self._started}"
-        process = launcher.start(launch, log)
-        return self.follow(AgentHandle(host, launch.agent, process, _now()))
-
-    def _launch(self, host: str, here: bool) -> Launch:
-        return Launch(
-            host=host,
-            agent=secrets.token_hex(8),
-            slots=0,
-            addresses=self._server.addresses,
-            token=self._token,
-            connect_timeout_s=self._options.connect_timeout_s,
-            wait_s=max(CONNECT_TIMEOUT_S, self._options.connect_timeout_s),  # several attempts, if each is short
-            local_address=self._address_of(host, here),
-            socket=str(self._directory / f"agent-{self._spec.epoch}-{self._started}") if here else "",
-            directory=os.getcwd(),
-            job_directory=str(self._directory) if here else "",
-            environment=() if here else passed_on(self._options.env),
-        )
-
-    def _address_of(self, host: str, here: bool) -> str:
-        """Return the address at which the other hosts reach this host; "": that of its agent's connection."""
-        if self._server.is_open:
-            return self.own_address if here else ""
-        return address_of(host)
-
-    def adopt(self, host: str, dead: Callable[[], None]) -> AgentHandle | None:
-        """Follow the agent of a host that the previous driver has started. Return None if it is on another machine, or
-        dead; ``dead()`` follows when the processes of a dead agent are killed."""
-        self._started += 1
-        if not is_this_machine(host) or self._options.listen is not None:
-            return None
-        pid, socket = commit_directory.agent_on(self._options.commit_dir, self._spec.job_id, host)
-        try:
-            if not pid:
-                raise ProcessLookupError
-            return self.follow(AgentHandle(host, "", AdoptedAgent(pid, socket), _now(), pid=pid))
-        except ProcessLookupError:
-            self._tasks.start(_clear(socket, dead))
-            return None
-
-    def accept(self, host: str, agent_id: str, slots: int) -> AgentHandle:
-        """Follow an agent that this driver has not started."""
-        return self.follow(AgentHandle(host, agent_id, DialledIn(), _now(), slots=slots))
-
-    def follow(self, agent: AgentHandle) -> AgentHandle:
-        self.running.add(agent)
-        agent.watcher = self._tasks.start(self._watch(agent))
-        return agent
-
-    async def _watch(self, agent: AgentHandle) -> None:
-        """Wait until the agent's process has ended; on another host, the command that started it."""
-        how = await agent.process.ended()
-        agent.has_ended = agent.process.is_local
-        if not agent.process.is_local and agent.stream is not None:
-            agent.process = DialledIn()
-            how = await agent.process.ended()
-        await agent.process.clear()
-        self._ended(agent, how)
-        self.running.discard(agent)
-
-    async def stop(self, hurry: asyncio.Event) -> None:
-        """Wait until all agents, which have received Shutdown, have ended; at once when ``hurry`` is set."""
-        watchers = [agent.watcher for agent in self.running if agent.watcher is not None]
-        if not watchers:
-            return
-        gone = asyncio.ensure_future(asyncio.wait(watchers))
-        hurried = asyncio.ensure_future(hurry.wait())
-        timeout_s = self._options.stop_timeout_s + self._options.heartbeat_timeout_s  # first its workers, then itself
-        await asyncio.wait({gone, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        for agent in list(self.running):
-            agent.process.kill()
-        await gone
-
-
-async def _clear(socket: str, dead: Callable[[], None]) -> None:
-    await in_thread(kill_marked, *agent_variable(socket))
-    dead()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-# --------------------------------------------------------------------------------------------------------------- agents
-
-
 _LAST_MOMENT_S = 0.1
 _IN_FLIGHT_S = 1.0  # data of an agent that arrives so long after the next one has dialled in was sent after that
 _LOOK_INTERVAL_S = 0.05
@@ -329,8 +91,18 @@ class Agents:
         self._received = received
         self.status = status
         self._tasks = BackgroundTasks(lambda: post(t.TimePassed()))
-        self._server = AgentServer(spec.options, token, self, warn, log, strangers)
-        self._starter = AgentStarter(spec, token, directory, self._server, self._tasks, self._lose)
+        self._token = token
+        self._directory = directory
+        self._log = log
+        self.refused = CountedLines(warn).refused
+        self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, version(), strangers)
+        self.is_open = False  # for other hosts
+        self.ports: tuple[int, ...] = ()  # where agents connect: of the loopback interface, then of all interfaces
+        self._addresses: tuple[str, ...] = ()
+        self._own_address = ""  # at which the other hosts reach this one; empty: not known
+        self._launchers = HostLaunchers(spec.options)
+        self._started = 0
+        self._running: set[AgentHandle] = set()  # agents whose process lives, or is not cleaned up yet
         self._agents: dict[str, AgentHandle] = {}  # current agent of each host
         self._away: dict[str, AgentHandle] = {}  # by id: unreachable, but perhaps alive
         self._stopped: set[str] = set()  # ids of agents that were lost while they stopped
@@ -341,48 +113,175 @@ class Agents:
         self._racks: dict[str, str] = {}  # by host, as discovery names them beside agents that dial in
         self._silence: asyncio.Task[None] | None = None
 
-    # ----------------------------------------------------------------------------------------- beginning and ending
+    # ------------------------------------------------------------------------------------------------------ the ports
 
     def listen(self, ports: tuple[int, ...] = ()) -> None:
         """Listen on the previous driver's ``ports``, or on any. Raises OptionError."""
-        self._server.listen(self._spec.job, ports)
-        self._silence = self._tasks.start(
-            watch_silence(self._spec.options, lambda: list(self._agents.values()), self._lose)
-        )
+        if self._dial_in:
+            self._listen_for_hosts()
+        try:
+            self.ports = (self._server.listen(LOCALHOST, *ports[:1]),)
+            self._addresses = (f"{LOCALHOST}:{self.ports[0]}",)
+            if ports[1:]:
+                self.open(ports[1])
+        except OSError as error:
+            raise OptionError(
+                f"--job-name: {self._spec.job!r}: its agents connect to the ports {', '.join(map(str, ports))}, and "
+                f"the driver cannot listen there ({error.strerror}). Stop the process that uses these ports."
+            ) from None
+        self._silence = self._tasks.start(self._watch_silence())
 
-    def open(self) -> None:
+    def _listen_for_hosts(self) -> None:
+        """Listen for agents that dial in (``--listen``): each of them is a host. Raises OptionError."""
+        options = self._spec.options
+        assert options.listen is not None
+        host, port = split_address(options.listen)
+        try:
+            port = self._server.listen(host, port)
+        except OSError as error:
+            raise OptionError(
+                f"--listen: {options.listen!r}: {error.strerror}. Give an address of this machine and a free port."
+            ) from None
+        self.is_open = True
+        shown = host if host not in ("0.0.0.0", "::") else next(iter(own_addresses()), LOCALHOST)
+        command = f"elasticrun agent --join {shown}:{port} --token-file {options.token_file}"
+        self._log(f"waiting for agents: run {command} on each host")
+
+    def open(self, port: int = 0) -> None:
         """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
-        self._server.open()
+        port = self._server.listen("0.0.0.0", port)
+        self.ports = (self.ports[0], port)
+        self._addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
+        self.is_open = True
 
     async def learn_own_address(self, hosts: Sequence[str]) -> None:
         """Find the address at which these hosts reach this one, for its workers: it may have several."""
-        if self._server.is_open and not self._dial_in and any(map(is_this_machine, hosts)):
+        if self.is_open and not self._dial_in and any(map(is_this_machine, hosts)):
             try:
                 found = await asyncio.wait_for(in_thread(address_towards, hosts), _RESOLVER_TIMEOUT_S)
             except TimeoutError:  # ssh will report the names
                 found = outward_address()
-            self._starter.own_address = found
+            self._own_address = found
 
     @property
     def _dial_in(self) -> bool:
         return self._spec.options.listen is not None
 
-    @property
-    def is_open(self) -> bool:
-        """Return True if agents on other hosts can connect."""
-        return self._server.is_open
+    async def _watch_silence(self) -> None:
+        """Count silent agents as lost, even if their process lives: it may be unreachable or stopped. Send heartbeats,
+        so that agents can do likewise."""
+        options = self._spec.options
+        interval_s = min(_LONGEST_INTERVAL_S, options.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
+        limit_s = options.heartbeat_timeout_s
+        looked_at = forgiven_until = _now()
+        looks = 0
+        while True:
+            await next_beat(interval_s)
+            now = _now()
+            stalled_s = now - looked_at - interval_s
+            looked_at = now
+            looks += 1
+            if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
+                forgiven_until = now
+            for agent in list(self._agents.values()):
+                if agent.stream is not None:
+                    if looks % _LOOKS_PER_HEARTBEAT == 0:
+                        agent.stream.write(b"")
+                    if now - max(agent.stream.received_at, forgiven_until) > limit_s:
+                        self._lose(agent, f"sent no heartbeat for --heartbeat-timeout of {limit_s:g} s")
+                elif now - max(agent.since, forgiven_until) > options.start_timeout_s:
+                    self._lose(agent, f"did not connect within --start-timeout of {options.start_timeout_s:g} s")
 
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """The ports where agents connect: of the loopback interface, then of all interfaces."""
-        return self._server.ports
+    # -------------------------------------------------------------------------------------------------- the processes
+
+    def refuse(self, host: str) -> str:
+        """Return why no agent can be started on a host, or ""."""
+        if self._dial_in:
+            return ""
+        if reason := self._launchers.refuse(host):
+            return reason
+        if is_this_machine(host) or self.is_open or not self._started:
+            return ""
+        return (
+            f"host {host!r} is another machine, but all hosts of the job were this machine when the job started. Its "
+            "workers listen on the loopback interface, which another machine cannot reach"
+        )
+
+    def start(self, host: str) -> None:
+        """Start the agent of a host; HostReport or AgentLost follows."""
+        agent = self._agents.get(host)
+        if self._dial_in or (agent is not None and agent.stream is not None):
+            return  # the host has an agent already, or again
+        self._started += 1
+        launcher = self._launchers.of(host)
+        launch = self._launch(host, launcher.is_local)
+        try:
+            process = launcher.start(launch, self._directory / f"launch-{self._spec.epoch}-{self._started}")
+        except OSError as error:
+            self._post(t.AgentLost(host, f"could not be started: {error}"))
+        else:
+            self._agents[host] = self._follow(AgentHandle(host, launch.agent, process, _now()))
+
+    def _launch(self, host: str, here: bool) -> Launch:
+        options = self._spec.options
+        return Launch(
+            host=host,
+            agent=secrets.token_hex(8),
+            slots=0,
+            addresses=self._addresses,
+            token=self._token,
+            connect_timeout_s=options.connect_timeout_s,
+            wait_s=max(CONNECT_TIMEOUT_S, options.connect_timeout_s),  # several attempts, if each is short
+            local_address=self._local_address(host, here),
+            socket=str(self._directory / f"agent-{self._spec.epoch}-{self._started}") if here else "",
+            directory=os.getcwd(),
+            job_directory=str(self._directory) if here else "",
+            environment=() if here else passed_on(options.env),
+        )
+
+    def _local_address(self, host: str, here: bool) -> str:
+        """Return the address at which the other hosts reach this host; "": that of its agent's connection."""
+        if not self.is_open:
+            return address_of(host)
+        return self._own_address if here else ""
 
     def expect(self, hosts: Iterable[str]) -> None:
         """Wait for the previous driver's agents to connect. AgentLost follows for each that is known to be dead."""
+        options = self._spec.options
         for host in hosts:
-            agent = self._starter.adopt(host, partial(self._post, t.AgentLost(host, "exited")))
-            if agent is not None:
-                self._agents[host] = agent
+            self._started += 1
+            if not is_this_machine(host) or options.listen is not None:
+                continue
+            pid, socket = commit_directory.agent_on(options.commit_dir, self._spec.job_id, host)
+            try:
+                if not pid:
+                    raise ProcessLookupError
+                process = AdoptedAgent(pid, socket)
+            except ProcessLookupError:
+                self._tasks.start(self._clear(host, socket))
+            else:
+                self._agents[host] = self._follow(AgentHandle(host, "", process, _now(), pid=pid))
+
+    async def _clear(self, host: str, socket: str) -> None:
+        """Kill what a dead agent has left, then report its end."""
+        await in_thread(kill_marked, *agent_variable(socket))
+        self._post(t.AgentLost(host, "exited"))
+
+    def _follow(self, agent: AgentHandle) -> AgentHandle:
+        self._running.add(agent)
+        agent.watcher = self._tasks.start(self._watch(agent))
+        return agent
+
+    async def _watch(self, agent: AgentHandle) -> None:
+        """Wait until the agent's process has ended, and clean up; on another host, the command that started it."""
+        how = await agent.process.ended()
+        agent.has_ended = agent.process.is_local
+        if not agent.process.is_local and agent.stream is not None:
+            agent.process = DialledIn()
+            how = await agent.process.ended()
+        await agent.process.clear()
+        self._lose(agent, how)
+        self._running.discard(agent)
 
     def give_up(self, host: str, reason: str) -> None:
         """Report an expected agent that has not connected as lost."""
@@ -392,20 +291,6 @@ class Agents:
         else:
             self._post(t.AgentLost(host, reason, may_live=not is_this_machine(host)))
 
-    def refuse(self, host: str) -> str:
-        """Return why no agent can be started on a host, or ""."""
-        return "" if self._dial_in else self._starter.refuse(host)
-
-    def start(self, host: str) -> None:
-        """Start the agent of a host; HostReport or AgentLost follows."""
-        agent = self._agents.get(host)
-        if self._dial_in or (agent is not None and agent.stream is not None):
-            return  # the host has an agent already, or again
-        try:
-            self._agents[host] = self._starter.start(host)
-        except OSError as error:
-            self._post(t.AgentLost(host, f"could not be started: {error}"))
-
     def check(self) -> None:
         """Raise an unexpected error of a background task."""
         self._tasks.check()
@@ -414,10 +299,25 @@ class Agents:
         """End all agents with all their processes; at once when ``hurry`` is set."""
         if self._silence is not None:
             self._silence.cancel()
-        for agent in list(self._starter.running):
+        for agent in list(self._running):
             self._shut_down(agent, reason)
-        await self._starter.stop(hurry)
+        await self._all_ended(hurry)
         await self._server.stop()
+
+    async def _all_ended(self, hurry: asyncio.Event) -> None:
+        """Wait until all agents, which have received Shutdown, have ended; at once when ``hurry`` is set."""
+        watchers = [agent.watcher for agent in self._running if agent.watcher is not None]
+        if not watchers:
+            return
+        gone = asyncio.ensure_future(asyncio.wait(watchers))
+        hurried = asyncio.ensure_future(hurry.wait())
+        options = self._spec.options
+        timeout_s = options.stop_timeout_s + options.heartbeat_timeout_s  # first its workers, then itself
+        await asyncio.wait({gone, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        for agent in list(self._running):
+            agent.process.kill()
+        await gone
 
     # ----------------------------------------------------------------------------------------- messages to the agents
 
@@ -430,7 +330,7 @@ class Agents:
         """Send a message to the agent of a host after all earlier ones. No effect if the agent is lost."""
         agent = self._agents.get(host)
         if agent is not None and agent.stream is not None:
-            agent.stream.send(codec.encode(message))
+            agent.stream.send(message)
 
     def broadcast(self, body: messages.ToWorkerBody) -> None:
         """Send a message to all workers of all hosts."""
@@ -438,10 +338,10 @@ class Agents:
 
     def send_to_all(self, message: messages.ToAgent) -> None:
         """Send a message to all connected agents."""
-        data = codec.encode(message)
+        data = messages.encode(message)
         for agent in self._agents.values():
             if agent.stream is not None:
-                agent.stream.send(data)
+                agent.stream.write(data)
 
     def stop_host(self, host: str, reason: str) -> None:
         """Let the agent of a host stop its workers and exit; AgentLost follows."""
@@ -452,7 +352,7 @@ class Agents:
     def _shut_down(self, agent: AgentHandle, reason: str) -> None:
         agent.is_stopping = True
         if agent.stream is not None:
-            agent.stream.send(codec.encode(messages.Shutdown(reason)))
+            agent.stream.send(messages.Shutdown(reason))
         else:
             agent.process.kill()  # it has no workers yet, or is unreachable
 
@@ -463,7 +363,7 @@ class Agents:
         if agent.is_lost:
             return
         stream, agent.stream = agent.stream, None
-        agent.is_lost, agent.since = True, asyncio.get_running_loop().time()
+        agent.is_lost, agent.since = True, _now()
         if self._agents.get(agent.host) is agent:
             del self._agents[agent.host]
         if agent.is_stopping:
@@ -484,9 +384,9 @@ class Agents:
             self._dismiss(replacement)
         self._agents[agent.host] = agent
         agent.is_lost = False
-        if agent not in self._starter.running:
+        if agent not in self._running:
             agent.process = DialledIn()
-            self._starter.follow(agent)
+            self._follow(agent)
         return agent
 
     def _adopt(self, agent: AgentHandle | None, hello: messages.AgentHello) -> AgentHandle:
@@ -499,9 +399,11 @@ class Agents:
         return self._accept(hello)
 
     def _accept(self, hello: messages.AgentHello) -> AgentHandle:
-        agent = self._agents[hello.host] = self._starter.accept(hello.host, hello.agent, hello.slots)
-        agent.rack = hello.rack if is_host_name(hello.rack) else ""
-        return agent
+        """Follow an agent that this driver has not started."""
+        rack = hello.rack if is_host_name(hello.rack) else ""
+        agent = AgentHandle(hello.host, hello.agent, DialledIn(), _now(), slots=hello.slots, rack=rack)
+        self._agents[hello.host] = agent
+        return self._follow(agent)
 
     def _dismiss(self, agent: AgentHandle) -> None:
         """Dismiss the new agent of a host: the previous one is back."""
@@ -568,7 +470,7 @@ class Agents:
             self._refuse(stream)
             return
         agent.stream, agent.pid = stream, hello.pid
-        stream.send(codec.encode(self._spec))
+        stream.send(self._spec)
         self._report_dialled_in()
 
     def _refuse(self, stream: AgentStream) -> None:
@@ -582,7 +484,7 @@ class Agents:
         A pod that returns at another address has its old name. The connection of its last agent seems to live until
         --heartbeat-timeout, if the node was lost.
         """
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = _now()
         earlier = self._rivals.get(agent.host)
         self._rivals[agent.host] = rival
         if earlier is not None:
@@ -615,5 +517,6 @@ class Agents:
         if agent.stream is stream and not agent.has_ended:
             self._lose(agent, f"is unreachable: {reason}")
 
-    def refused(self, peer: str, reason: str) -> None:
-        self._server.refused(peer, reason)
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

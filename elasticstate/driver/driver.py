@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import secrets
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,79 +22,42 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.state import Running
 from elasticstate.core.step import next_deadline
 from elasticstate.core.types import listed
-from elasticstate.discovery import Hosts, HostSource, host_source
-from elasticstate.driver import spec
+from elasticstate.core.worlds import parts_of
+from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
 from elasticstate.driver.agents import Agents
-from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
-from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import EventQueue, JobState, Journal
-from elasticstate.driver.metrics_port import metrics_served
-from elasticstate.driver.output import (
-    CountedLines,
-    LiveLine,
-    OutputTroubles,
-    Tails,
-    captured,
+from elasticstate.driver.output import CountedLines, LiveLine, OutputTroubles, Tails, captured
+from elasticstate.driver.record import (
+    JobDirectory,
+    Keeper,
+    Reattachment,
+    first_record,
+    lock_job,
+    lost_hosts,
+    next_record,
 )
-from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, lost_hosts, next_record
-from elasticstate.driver.record import JobDirectory
-from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report
+from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report, function_to_call
+from elasticstate.driver.screen import Screen
 from elasticstate.driver.status import overview_of, status_text
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_this_machine
 from elasticstate.net.strangers import Strangers
-from elasticstate.options import Options
+from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
+from elasticstate.plug_ins import load_with_library
 from elasticstate.processes import allow_many_descriptors
-from elasticstate.screen.screen import Screen
 from elasticstate.threads import in_thread
 
-# --------------------------------------------------------------------------------------------------------- stop signals
-# StopSignals: signals that end a job.
-
+if TYPE_CHECKING:
+    from elasticstate.driver.dashboard.server import Dashboard
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class StopSignals:
-    """Handler of SIGINT, SIGTERM and SIGHUP. The first signal stops the workers, the second one kills them.
-
-    A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
-    """
-
-    def __init__(self, state: JobState, queue: EventQueue, report: Report) -> None:
-        self._state = state
-        self._queue = queue
-        self._report = report
-        self.second = asyncio.Event()  # set by the second signal
-
-    def listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
-                loop.add_signal_handler(number, self._received, number)
-
-    def _received(self, number: signal.Signals) -> None:
-        if self._state.stopped is None and self._state.outcome is None:
-            self.stop(number, number.name)
-            return
-        self.second.set()
-        if self._state.outcome is None:
-            self._state.outcome = self._state.stopped
-            self._queue.wake()
-
-    def stop(self, number: signal.Signals, by: str) -> None:
-        """Stop the job as this signal does. ``by``: what asks for it."""
-        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
-        self._state.stopped = Outcome(128 + number, f"was stopped by {by}")
-        self._queue.post(t.StopRequested(by))
-
-
-# --------------------------------------------------------------------------------------------------------------- driver
+_METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
+_DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
 
 
 class Driver:
@@ -118,7 +86,7 @@ class Driver:
         self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
         self._queue = EventQueue()
         self._live_line = LiveLine(screen, self._state)
-        self._signals = StopSignals(self._state, self._queue, self._report)
+        self._hurry = asyncio.Event()  # set by the second signal to stop
         # made by _begin, when the driver holds the lock on the name of its job
         self._directory: JobDirectory
         self._source: HostSource
@@ -133,15 +101,23 @@ class Driver:
 
     async def run(self) -> int:
         allow_many_descriptors()
-        metrics = metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
         async with self._outputs.watched(self._options.stop_timeout_s):
             with captured(self._report.terminal, self._journal.warn):
-                async with metrics:
+                async with await self._metrics_served():
                     return await self._run()
+
+    async def _metrics_served(self) -> AbstractAsyncContextManager[None]:
+        if self._options.metrics is None:
+            return nullcontext()
+        make = await in_thread(load_with_library, *_METRICS)
+        metrics: AbstractAsyncContextManager[None] = make(
+            self._options.metrics, self._job, self._state, self._strangers, self._report.log
+        )
+        return metrics
 
     async def _run(self) -> int:
         if self._options.dashboard is not None:
-            await in_thread(require_library)
+            await in_thread(load_with_library, *_DASHBOARD)
         directory = await in_thread(lock_job, self._job)
         try:
             self._begin(directory)
@@ -152,10 +128,9 @@ class Driver:
             return await self._run_parts()
 
     async def _run_parts(self) -> int:
-        self._signals.listen()
-        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
+        self._listen_for_signals()
         if self._reattachment is None:
-            self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
+            self._report.started(self._options, _one_thread_each(self._options), self._state.stepped_at)
         try:
             # the agents of an earlier driver write to the terminal where that driver was started
             async with self._live_line.shown(has_other_writers=self._reattachment is not None):
@@ -178,7 +153,7 @@ class Driver:
         if self._launch_results is not None:
             timeout_s = self._options.heartbeat_timeout_s
             outcome = await self._launch_results.fetched(outcome, self._state.membership, timeout_s)
-        await self._durable.finish(self._signals.second)
+        await self._durable.finish(self._hurry)
         await self._clean_up()
         await self._report_outcome(outcome)
         return outcome.status
@@ -195,7 +170,7 @@ class Driver:
         record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
         directory.write_id(record.job_id)
         agents = self._agents = Agents(
-            spec.job_spec(self._job, record.job_id, record.epoch, options),
+            job_spec(self._job, record.job_id, record.epoch, options),
             record.token,
             directory.path,
             self._agent_event,
@@ -221,10 +196,12 @@ class Driver:
             LaunchResults(options.call_directory, agents.send) if options.call_directory is not None else None
         )
         agents.listen(record.ports)
-        dashboard = self._dashboard = (
-            Dashboard(options.dashboard, record.dashboard_port, directory, self._report) if options.dashboard else None
-        )
-        port = dashboard.port if dashboard is not None else 0
+        self._dashboard, port = None, 0
+        if options.dashboard:
+            from elasticstate.driver.dashboard.server import Dashboard
+
+            self._dashboard = Dashboard(options.dashboard, record.dashboard_port, directory, self._report)
+            port = self._dashboard.port
         record = msgspec.structs.replace(record, ports=agents.ports, dashboard_port=port)
         self._keeper = Keeper(directory, record, self._journal.warn)
         self._keeper.watch()
@@ -269,13 +246,38 @@ class Driver:
         """End the job for the dashboard. Return why not, or ""."""
         if self._state.stopped is not None or self._state.outcome is not None:
             return "The job is ending already."
-        self._signals.stop(signal.SIGTERM, "the dashboard")
+        self._stop(signal.SIGTERM, "the dashboard")
         return ""
+
+    def _listen_for_signals(self) -> None:
+        """Handle signals. The first one that stops the job stops the workers, the second one kills them.
+
+        A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
+        """
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
+                self._loop.add_signal_handler(number, self._signalled, number)
+        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self._state.stopped is None and self._state.outcome is None:
+            self._stop(number, number.name)
+            return
+        self._hurry.set()
+        if self._state.outcome is None:
+            self._state.outcome = self._state.stopped
+            self._queue.wake()
+
+    def _stop(self, number: signal.Signals, by: str) -> None:
+        """Stop the job as this signal does. ``by``: what asks for it."""
+        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
+        self._state.stopped = Outcome(128 + number, f"was stopped by {by}")
+        self._queue.post(t.StopRequested(by))
 
     async def _clean_up(self) -> None:
         """End all processes of the job, and remove all its files."""
         await self._keeper.job_is_over()  # first: a driver killed now must not leave a record of removed commits
-        await self._agents.stop(self._state.reason, self._signals.second)
+        await self._agents.stop(self._state.reason, self._hurry)
         await self._backend.stop()
         await in_thread(commit_directory.remove_job, self._options.commit_dir, self._keeper.record.job_id)
         await in_thread(self._directory.remove)
@@ -529,8 +531,8 @@ class Driver:
                 self._replicate(commit, copies)
             case t.ForgetCopies(host=host):
                 agents.send(host, effect) if host else agents.send_to_all(effect)
-            case t.PublishWorld(world):
-                self._publish(world)
+            case t.World():
+                self._publish(effect)
             case t.EndJob(succeeded, cause):
                 ended = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
                 self._state.outcome = self._state.stopped or ended
@@ -563,6 +565,51 @@ class Driver:
     def _publish(self, world: t.World) -> None:
         workers = self._state.membership.workers.values()
         self._backend.before_world(worker.id for worker in workers if worker.late)
-        spec.spare_garbage_collection(world.size)
-        for host, worlds in spec.world_messages(self._job, world, self._options, self._state.copy_servers):
-            self._agents.send(host, worlds)
+        _spare_garbage_collection(world.size)
+        options = t.MemberOptions(
+            collective_timeout_s=self._options.collective_timeout_s,
+            regroup_timeout_s=self._options.regroup_timeout_s,
+            verify_sync=self._options.verify_sync,
+            records_ticks=self._options.tick_records and self._options.lease_s is None,
+        )
+        for host, part in parts_of(world, options, self._state.copy_servers):
+            self._agents.send(host, part)
+
+
+def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:
+    """Return the first message to each agent."""
+    return messages.JobSpec(
+        job=job,
+        job_id=job_id,
+        epoch=epoch,
+        options=dataclasses.replace(
+            options,
+            commit_dir=str(Path(options.commit_dir).absolute()),
+            log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
+        ),
+        environment=tuple(_environment_of_workers(options)),
+        call=function_to_call(options),
+    )
+
+
+def _environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
+    """Yield the environment variables of all workers."""
+    if _one_thread_each(options):
+        yield "OMP_NUM_THREADS", "1"
+    yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
+    yield from options.timeline_variables().items()
+    yield from driver_part(options.backend).worker_variables().items()
+
+
+def _one_thread_each(options: Options) -> bool:
+    """Return True if each worker gets one thread, as with torchrun: several workers would compete for the cores."""
+    return options.max_np != 1 and "OMP_NUM_THREADS" not in inherited_environment()
+
+
+def _spare_garbage_collection(workers: int) -> None:
+    """Raise the threshold of the garbage collector for many workers.
+
+    The driver of a thousand hosts keeps a million objects. With Python's own thresholds (700, 10, 10) it would search
+    all of them for cycles in each regroup, for 0.1 s at a time. With few workers garbage is not kept for long.
+    """
+    gc.set_threshold(max(700, 10 * workers), 10, 10)

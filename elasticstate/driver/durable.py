@@ -24,15 +24,7 @@ from elasticstate.core.state import Over, Running, Worker
 from elasticstate.core.step import Membership
 from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
 from elasticstate.driver.job import JobState, Journal
-from elasticstate.durable.stored_copies import (
-    HOST,
-    LOST,
-    MISSED,
-    NOT_FAILED,
-    TORN,
-    UNCHANGED,
-    copy_name,
-)
+from elasticstate.durable.stored_copies import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED, copy_name
 from elasticstate.net.messages import (
     CompleteDurable,
     DropDurable,

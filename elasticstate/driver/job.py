@@ -15,12 +15,10 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
 from elasticstate.core.sharded import is_sharded
 from elasticstate.core.step import new_membership, step
-from elasticstate.driver.reattach import Reattachment
+from elasticstate.driver.record import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures
 from elasticstate.net.messages import WorkerExited
-
-# ------------------------------------------------------------------------------------------------------------ job state
 
 
 class JobState:
@@ -70,10 +68,6 @@ class JobState:
         self.stepped_at = now
         self.membership, effects, self.reason = reattach(self._policy, reattachment.remains((now, time.time())), now)
         return effects
-
-
-# ---------------------------------------------------------------------------------------------------------- event queue
-# EventQueue: events on their way to the core.
 
 
 _DELAY_PER_WORKER_S = 1e-4  # delay of events that are not urgent
@@ -141,10 +135,6 @@ class EventQueue:
         return events
 
 
-# ----------------------------------------------------------------------------------------------------- background tasks
-# Background tasks whose unexpected errors end the driver.
-
-
 class BackgroundTasks:
     """Tasks of one owner. ``wake`` is called when one has failed; then ``check`` raises its error."""
 
@@ -169,10 +159,6 @@ class BackgroundTasks:
         """Raise the error of a task: a driver that no longer watches its agents must not continue."""
         if self._error is not None:
             raise self._error
-
-
-# -------------------------------------------------------------------------------------------------------------- journal
-# Journal: the events of a job, as they go to the event file and the log.
 
 
 P = ParamSpec("P")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -77,6 +78,19 @@ class JobCollector(Collector):
             yield _counter("durable_copy_failures", "Durable copies that could not be saved.", overview.durable.failed)
             if overview.durable.age_s is not None:
                 yield _gauge("durable_copy_age_seconds", "Age of the newest durable copy.", overview.durable.age_s)
+
+
+@asynccontextmanager
+async def metrics_served(
+    address: str, job: str, state: JobState, strangers: Strangers, log: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Serve the metrics of a job at ``address``. Raises OptionError."""
+    server = MetricsServer(address, job, state, strangers)
+    log(f"metrics: {server.url}")
+    try:
+        yield
+    finally:
+        await server.close()
 
 
 class MetricsServer:

@@ -22,18 +22,14 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Running, Together, living_members
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed, number_of
-from elasticstate.driver.beats import next_beat
 from elasticstate.driver.job import JobState, Journal
 from elasticstate.driver.report import Report
+from elasticstate.driver.screen import Screen
 from elasticstate.net import messages
 from elasticstate.net.messages import OutputTrouble
-from elasticstate.screen.screen import Screen
 from elasticstate.terminal import printable
-from elasticstate.threads import in_thread
+from elasticstate.threads import in_thread, next_beat
 from elasticstate.writing import Watch, Writer
-
-# -------------------------------------------------------------------------------------------------------- counted lines
-
 
 _MOST_SINGLE = 5  # of one kind, each with a line of its own
 _MOST_KINDS = 32  # the lines of all further kinds are counted together
@@ -140,7 +136,6 @@ def _one_line(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ output troubles
-# Outputs of a job that cannot be written: terminals, log files, the event file. Logged, and shown in the status.
 
 
 _LOOK_INTERVAL_S = 0.5
@@ -235,10 +230,6 @@ def _consequence(trouble: OutputTrouble) -> str:
     return "output above a limit is dropped"
 
 
-# ---------------------------------------------------------------------------------------------------------------- tails
-# The last lines of workers' output, requested from their agents.
-
-
 class Tails:
     """Requests for the last lines of workers. A request for a worker that is under way serves all who ask."""
 
@@ -266,7 +257,6 @@ class Tails:
 
 
 # ------------------------------------------------------------------------------------------------------------ live line
-# The live line at the bottom of the terminal: the state of a job in numbers, twice a second.
 
 
 _INTERVAL_S = 0.5

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,6 +30,9 @@ from elasticstate.private import make_file, open_directory, write_file
 from elasticstate.terminal import message
 from elasticstate.threads import in_thread
 from elasticstate.writing import Writer
+
+if TYPE_CHECKING:
+    from elasticstate.driver.dashboard.server import Dashboard
 
 # --------------------------------------------------------------------------------------------------------------- report
 
@@ -54,16 +58,6 @@ class Outcome:
     root_cause: RootCause | None = None
 
 
-class Watcher(Protocol):
-    """Callbacks for what a report writes. ``at``: Unix time."""
-
-    def event(self, name: str, fields: Fields, at: float, /) -> None: ...
-
-    def failure(self, failure: WorkerFailure, at: float, /) -> None: ...
-
-    def line(self, text: str, at: float, /) -> None: ...
-
-
 class Report:
     """Writer of log lines and events. Call ``event`` for each event, then ``summary`` once.
 
@@ -82,7 +76,7 @@ class Report:
         self.due_at = inf  # when this line is written without the costs, on the monotonic clock
         self._reason = ""
         self.terminal = Writer(2)
-        self._watcher: Watcher | None = None
+        self._watcher: Dashboard | None = None
         self._events: Writer | None = None
         self.writers = {"stderr": [self.terminal]}
         if events_file:
@@ -113,7 +107,7 @@ class Report:
             "training_resumed": self._training_resumed,
         }
 
-    def watch(self, watcher: Watcher) -> None:
+    def watch(self, watcher: Dashboard) -> None:
         """Call the watcher for each event, failure of a worker, and log line from now on."""
         self._watcher = watcher
 
@@ -461,6 +455,13 @@ def _listed(commit: CommitId | None) -> list[int] | None:
 
 
 OUTCOME_FILE = "outcome"
+CALL_FILE = "call"  # as worker/call.py reads it
+
+
+def function_to_call(options: Options) -> bytes:
+    """Return the function that ``launch()`` has written for its workers; empty if they run a command."""
+    path = Path(options.call_directory or "", CALL_FILE)
+    return path.read_bytes() if options.call_directory is not None and path.exists() else b""
 
 
 class LaunchOutcome(msgspec.Struct, frozen=True):

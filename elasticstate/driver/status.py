@@ -14,13 +14,7 @@ from elasticstate.core.figures import JobFigures
 from elasticstate.core.hangs import no_tick_text
 from elasticstate.core.ids import CommitId
 from elasticstate.core.sharded import replicas_of
-from elasticstate.core.state import (
-    Host,
-    Over,
-    Running,
-    Worker,
-    living_members,
-)
+from elasticstate.core.state import Host, Over, Running, Worker, living_members
 from elasticstate.core.step import Membership, waiting_for
 from elasticstate.core.stragglers import straggler_lines
 from elasticstate.core.types import CopyFigures, ShardLayout, number_of
@@ -74,7 +68,6 @@ class CopyTotals:
 
 
 # ------------------------------------------------------------------------------------------------------ shards overview
-# Overview of a sharded job: its commit line, the replication, and the memory and bandwidth of the copies.
 
 
 class ReplicationOverview(Struct, frozen=True):
@@ -193,44 +186,35 @@ def status_text(
     ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written. ``durable``: the
     durable copies. ``copies``: memory and bandwidth of the copies of a sharded job.
     """
-    return "\n".join(_lines(job, m, figures, reason, now, outputs, durable, copies)) + "\n"
 
+    def lines() -> Iterator[str]:
+        since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
+        yield f"job {job}: {m.phase_name}{since}; {no_tick_text(m, now) or reason}"
+        if figures.generations:
+            yield f"since the start of the job {figures.wall_s:.1f} s ago: {figures.text()}"
+            yield f"time: {figures.times_text()}"
+        members = [m.workers[p.worker] for p in m.world.members if p.worker in m.workers] if m.world else []
+        if m.world is not None:
+            hosts = len({worker.id.host for worker in members})
+            living = f"{len(members)} of {number_of(m.world.size, 'worker')} alive"
+            yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
+        if (shards := shards_of(m, now, copies)) is not None:
+            yield from shards.lines()
+        for worker in members:
+            yield f"  rank {worker.rank}  {worker.id}  {_about_worker(worker, now)}"
+        in_world = {worker.id for worker in members}
+        others = [worker for worker in m.workers.values() if worker.id not in in_world]
+        empty = [(slot_id, slot) for slot_id, slot in m.slots.items() if slot.worker is None]
+        about = [f"{worker.id}  {_about_worker(worker, now)}" for worker in others]
+        about += [f"{slot_id}  {why_empty(slot, now)}" for slot_id, slot in empty]
+        yield from _section("not in the world:", about)
+        yield from _section("in cooldown:", hosts_in_cooldown(m, now))
+        yield from _section("waiting for:", waiting_for(m, now))
+        yield from _section("stragglers:", straggler_lines(m.phase, now) if isinstance(m.phase, Running) else ())
+        yield from _section("durable copies:", durable)
+        yield from _section("output that cannot be written:", outputs)
 
-def _lines(
-    job: str,
-    m: Membership,
-    figures: JobFigures,
-    reason: str,
-    now: float,
-    outputs: Iterable[str],
-    durable: Iterable[str],
-    copies: CopyTotals | None,
-) -> Iterator[str]:
-    since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
-    yield f"job {job}: {m.phase_name}{since}; {no_tick_text(m, now) or reason}"
-    if figures.generations:
-        yield f"since the start of the job {figures.wall_s:.1f} s ago: {figures.text()}"
-        yield f"time: {figures.times_text()}"
-    members = [m.workers[p.worker] for p in m.world.members if p.worker in m.workers] if m.world else []
-    if m.world is not None:
-        hosts = len({worker.id.host for worker in members})
-        living = f"{len(members)} of {number_of(m.world.size, 'worker')} alive"
-        yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
-    if (shards := shards_of(m, now, copies)) is not None:
-        yield from shards.lines()
-    for worker in members:
-        yield f"  rank {worker.rank}  {worker.id}  {_about_worker(worker, now)}"
-    in_world = {worker.id for worker in members}
-    others = [worker for worker in m.workers.values() if worker.id not in in_world]
-    empty = [(slot_id, slot) for slot_id, slot in m.slots.items() if slot.worker is None]
-    about = [f"{worker.id}  {_about_worker(worker, now)}" for worker in others]
-    about += [f"{slot_id}  {why_empty(slot, now)}" for slot_id, slot in empty]
-    yield from _section("not in the world:", about)
-    yield from _section("in cooldown:", hosts_in_cooldown(m, now))
-    yield from _section("waiting for:", waiting_for(m, now))
-    yield from _section("stragglers:", straggler_lines(m.phase, now) if isinstance(m.phase, Running) else ())
-    yield from _section("durable copies:", durable)
-    yield from _section("output that cannot be written:", outputs)
+    return "\n".join(lines()) + "\n"
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -249,10 +233,6 @@ def _about_worker(worker: Worker, now: float) -> str:
     if worker.booting:
         return f"booting for {now - worker.started_at:.1f} s"
     return f"{worker.place}, tick {worker.ticks}, {last_heartbeat(worker, now)}"
-
-
-# ------------------------------------------------------------------------------------------------------ durable figures
-# Figures of the durable copies of a job, for status and metrics.
 
 
 @dataclass(slots=True)
@@ -282,7 +262,6 @@ class DurableFigures:
 
 
 # ------------------------------------------------------------------------------------------------------------- overview
-# Overview of a job in numbers: the source of ``elasticrun status --json`` and of the metrics.
 
 
 HOST_STATES = ("joined", "starting", "draining", "cooldown", "lost", "removed")

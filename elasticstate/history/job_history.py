@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from elasticstate.core import event_file
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.state import NEWCOMER, assign
+from elasticstate.core.state import NEWCOMER
+from elasticstate.core.worlds import assign
 from elasticstate.exit_status import status_of
 from elasticstate.history.event_files import Event, number
 

@@ -23,8 +23,8 @@ from elasticstate.plug_ins import plug_in
 GROUP = "elasticstate.launchers"
 LAUNCHERS = {
     "local": "elasticstate.launchers.local_launcher:LocalLauncher",
-    "ssh": "elasticstate.launchers.ssh:SshLauncher",
-    "slurm": "elasticstate.launchers.slurm_launcher:SrunLauncher",
+    "ssh": "elasticstate.launchers.command:SshLauncher",
+    "slurm": "elasticstate.launchers.command:SrunLauncher",
     "ray": "elasticstate.ray.ray_launcher:RayLauncher",
 }
 """The project's own launchers."""

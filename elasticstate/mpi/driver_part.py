@@ -28,7 +28,7 @@ from elasticstate.mpi.broker import (
     TOKEN,
 )
 from elasticstate.mpi.installation import ULFM_OPTIONS, find_mpirun, mpirun_environment, require_mpi
-from elasticstate.net import codec
+from elasticstate.net import messages
 from elasticstate.net.messages import (
     BackendOrder,
     BackendRequest,
@@ -69,16 +69,16 @@ class Identity(Message, frozen=True):
 
 def as_request(request: IdentityRequest) -> BackendRequest:
     """Return the message by which a worker sends a request to the driver."""
-    return BackendRequest(codec.encode(request))
+    return BackendRequest(messages.encode(request))
 
 
 def as_order(identity: Identity) -> BackendOrder:
     """Return the message by which the driver sends an identity to an agent."""
-    return BackendOrder(codec.encode(identity))
+    return BackendOrder(messages.encode(identity))
 
 
-decode_request: Callable[[bytes], IdentityRequest] = codec.decoder(IdentityRequest)
-decode_order: Callable[[bytes], Identity] = codec.decoder(Identity)
+decode_request: Callable[[bytes], IdentityRequest] = messages.decoder(IdentityRequest)
+decode_order: Callable[[bytes], Identity] = messages.decoder(Identity)
 
 
 # --------------------------------------------------------------------------------------------------------------- mpirun

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.backends import BackendFindings
-from elasticstate.check.report import Line
+from elasticstate.check.report import BackendFindings, Line
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import how_it_ended
 from elasticstate.options import inherited_environment, temporary_directory

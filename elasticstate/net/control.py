@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from elasticstate.compat.standard_library import set_tls_buffer_bytes
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.net.names import LocalPeers
 from elasticstate.net.strangers import BACKLOG, Strangers
@@ -41,15 +41,10 @@ _LAST_MOMENT_S = 1.0  # time for the other end to close as well
 
 
 class Stream(asyncio.Protocol):
-    """One connection; messages keep their order. ``received(data)`` gets each message, ``lost(reason)`` the end, once.
+    """One connection; messages keep their order. A subclass handles what arrives."""
 
-    A message of length 0 is a heartbeat of the other end, and is not passed to ``received``.
-    """
-
-    def __init__(self, received: Callable[[bytes], None], lost: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._received = received
-        self._lost = lost
         self._transport: asyncio.Transport | None = None
         self._pending = bytearray()
         self._reason = ""
@@ -57,10 +52,22 @@ class Stream(asyncio.Protocol):
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.received_at = self._loop.time()
 
+    # ----------------------------------------------------------------------------------------------- for its subclass
+
+    def received(self, data: bytes) -> None:
+        """Handle a message. One of length 0 is a heartbeat of the other end, and does not come here."""
+
+    def lost(self, reason: str) -> None:
+        """Handle the end of the connection; called once."""
+
     # ---------------------------------------------------------------------------------------------------- for its user
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: messages.Message) -> None:
         """Send a message after all earlier ones. No effect after the connection has ended."""
+        self.write(messages.encode(message))
+
+    def write(self, data: bytes) -> None:
+        """Send an encoded message; empty: a heartbeat."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -68,7 +75,7 @@ class Stream(asyncio.Protocol):
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
             self.abort("the peer does not read its messages")
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Send all pending messages and close: within a moment, even if the other end does not."""
         # A second close() of an SSL transport drops its protocol (Python 3.11, asyncio/sslproto.py).
         if self._transport is not None and not self._transport.is_closing():
@@ -138,29 +145,21 @@ class Stream(asyncio.Protocol):
             if len(self._pending) < end:
                 break
             if length:
-                self._received(bytes(self._pending[begin + _LENGTH.size : end]))
+                self.received(bytes(self._pending[begin + _LENGTH.size : end]))
             begin = end
         del self._pending[:begin]
         if begin and not self._first_done.done():
             self._first_done.set_result(None)
 
     def give_up(self) -> None:
-        """Forget user and callbacks: the handshake has failed, so ``connection_lost`` is never called.
-
-        The stream is freed at once. Otherwise thousands of refused connections would wait for one long collection.
-        """
-        self._received = self._lost = _ignore
+        """End: the handshake has failed, so ``connection_lost`` is never called."""
         self._ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._ended.set_result(None)
         self._reason = self._reason or (reason_of(error) if error is not None else "the peer has closed the connection")
-        self._lost(self._reason)
-
-
-def _ignore(_: object) -> None:
-    pass
+        self.lost(self._reason)
 
 
 def reason_of(error: BaseException) -> str:
@@ -185,56 +184,6 @@ def reason_of(error: BaseException) -> str:
             return "connection refused: no process listens at this port"
         case _:
             return str(error) or type(error).__name__
-
-
-class MessageQueue:
-    """The messages of a stream, one at a time."""
-
-    def __init__(self) -> None:
-        self._messages: deque[bytes] = deque()
-        self._end: str | None = None
-        self._changed = asyncio.Event()
-
-    def received(self, data: bytes) -> None:
-        self._messages.append(data)
-        self._changed.set()
-
-    def lost(self, reason: str) -> None:
-        self._end = reason
-        self._changed.set()
-
-    async def get(self) -> bytes:
-        """Return the next message. After the last one, raises ConnectionError with the reason."""
-        while not self._messages:
-            if self._end is not None:
-                raise ConnectionError(self._end)
-            self._changed.clear()
-            await self._changed.wait()
-        return self._messages.popleft()
-
-
-async def dial(address: str, context: ssl.SSLContext, name: str, timeout_s: float) -> tuple[Stream, MessageQueue]:
-    """Connect to ``host:port``. Raises ConnectionError with the reason."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    queue = MessageQueue()
-    loop = asyncio.get_running_loop()
-    connecting = asyncio.ensure_future(
-        loop.create_connection(
-            lambda: Stream(queue.received, queue.lost), host, int(port), ssl=context, server_hostname=name
-        )
-    )
-    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that arrives while the connection is made.
-    try:
-        await asyncio.wait({connecting}, timeout=timeout_s)
-        if not connecting.done():
-            raise ConnectionError(f"{address}: {reason_of(asyncio.TimeoutError())}")
-        _, stream = connecting.result()
-    except (OSError, ssl.SSLError) as error:
-        raise ConnectionError(f"{address}: {reason_of(error)}") from None
-    finally:
-        connecting.cancel()
-    return stream, queue
 
 
 # -------------------------------------------------------------------------------------------------------------- control
@@ -263,60 +212,39 @@ class Owner(Protocol):
         """Handle a connection that was refused, or has ended, before the Hello of an agent."""
 
 
-class AgentStream:
+class AgentStream(Stream):
     """The driver's end of one connection. It belongs to an agent once its Hello has arrived."""
 
     hello: messages.AgentHello
 
     def __init__(self, owner: Owner, peer: str, version: str) -> None:
         """``version``: of elasticstate here, for the refusal of an agent of another version."""
+        super().__init__()
         self.peer = peer
         self._version = version
         self.has_sent = False
-        self.stream = Stream(self._received, self._ended)
         self._owner = owner
         self._is_agent = False
 
-    @property
-    def received_at(self) -> float:
-        """Time of the last data from the peer, on the loop's clock."""
-        return self.stream.received_at
-
-    def send(self, data: bytes) -> None:
-        """Send an encoded message after all earlier ones. No effect after the connection has ended."""
-        self.stream.send(data)
-
-    def heartbeat(self) -> None:
-        """Send a heartbeat of the driver."""
-        self.stream.send(b"")
-
     def refuse(self, reason: str, is_stopped: bool = False) -> None:
         """Send a refusal (see messages.Refusal), and close the connection."""
-        self.send(codec.encode(messages.Refusal(reason, is_stopped)))
-        self.stream.close()
+        self.send(messages.Refusal(reason, is_stopped))
+        self.finish()
 
-    def abort(self, reason: str) -> None:
-        """Close the connection at once; ``agent_lost`` follows."""
-        self.stream.abort(reason)
-
-    def reset(self, reason: str) -> None:
-        """Like ``abort``, for an agent that may be unreachable."""
-        self.stream.reset(reason)
-
-    def _received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
         try:
             if self._is_agent:
-                self._owner.agent_sent(self, codec.decode_from_agent(data))
+                self._owner.agent_sent(self, messages.decode_from_agent(data))
             elif not self.has_sent:
-                self._first(codec.decode_opening(data))
+                self._first(messages.decode_opening(data))
         except msgspec.DecodeError as error:
             self.abort(f"received a malformed message ({error})")
 
     def _first(self, first: messages.Opening) -> None:
         self.has_sent = True
         if isinstance(first, messages.AskStatus):
-            self.send(self._owner.status(first.as_json).encode())
-            self.stream.close()
+            self.write(self._owner.status(first.as_json).encode())
+            self.finish()
         elif first.protocol != messages.PROTOCOL_VERSION:
             reason = (
                 f"the agent has elasticstate {first.version} (protocol {first.protocol}), the driver has elasticstate "
@@ -328,7 +256,7 @@ class AgentStream:
             self.hello, self._is_agent = first, True
             self._owner.agent_joined(self)
 
-    def _ended(self, reason: str) -> None:
+    def lost(self, reason: str) -> None:
         if self._is_agent:
             self._owner.agent_lost(self, reason)
         elif not self.has_sent:
@@ -401,7 +329,7 @@ class ControlServer:
         await asyncio.gather(*self._unauthenticated)
         closing = [asyncio.ensure_future(stream.closed()) for stream in self._streams]
         for stream in self._streams:
-            stream.close()
+            stream.finish()
         if closing:
             await asyncio.wait(closing)
 
@@ -423,8 +351,7 @@ class ControlServer:
 
     async def _authenticate(self, connection: socket.socket, peer: str, authentication: _Authentication) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
-        agent = AgentStream(self._owner, peer, self._version)
-        stream = agent.stream
+        stream = AgentStream(self._owner, peer, self._version)
         loop = asyncio.get_running_loop()
         self._streams.add(stream)
         stream.when_closed(lambda: self._streams.discard(stream))
@@ -439,8 +366,8 @@ class ControlServer:
             self._owner.refused(peer, authentication.refusal or reason)
         else:
             await asyncio.wait({asyncio.ensure_future(stream.first_received())}, timeout=self._strangers.timeout_s)
-            if not agent.has_sent:
-                agent.abort(authentication.refusal or "timed out: the peer authenticated but sent no message")
+            if not stream.has_sent:
+                stream.abort(authentication.refusal or "timed out: the peer authenticated but sent no message")
 
 
 class Refused(ConnectionRefusedError):
@@ -451,12 +378,14 @@ class Refused(ConnectionRefusedError):
         self.is_stopped = refusal.is_stopped
 
 
-class DriverStream:
-    """The agent's end of its connection."""
+class DriverStream(Stream):
+    """The end of an agent, or of a client that asks for the status: it gets the messages one at a time."""
 
-    def __init__(self, stream: Stream, queue: MessageQueue) -> None:
-        self._stream = stream
-        self._queue = queue
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: deque[bytes] = deque()
+        self._end: str | None = None
+        self._changed = asyncio.Event()
 
     @classmethod
     async def dial(cls, addresses: tuple[str, ...], trust: Trust, timeout_s: float) -> DriverStream:
@@ -466,7 +395,7 @@ class DriverStream:
         reasons, when none succeeds in time.
         """
         reasons: list[str] = []
-        dialling: set[asyncio.Task[tuple[Stream, MessageQueue]]] = set()
+        dialling: set[asyncio.Task[DriverStream]] = set()
         ahead = list(addresses)
         try:
             while ahead or dialling:
@@ -477,43 +406,40 @@ class DriverStream:
                 )
                 for task in done:
                     if task.exception() is None:
-                        return cls(*task.result())
+                        return task.result()
                     reasons.append(str(task.exception()))
         finally:
             for task in dialling:
                 task.cancel()
             for result in await asyncio.gather(*dialling, return_exceptions=True):
-                if isinstance(result, tuple):  # this connection succeeded, too
-                    result[0].abort("another address answered first")
+                if isinstance(result, DriverStream):  # this connection succeeded, too
+                    result.abort("another address answered first")
         raise ConnectionError("; ".join(dict.fromkeys(reasons)))
 
-    @property
-    def local_address(self) -> str:
-        """Address of this end: there the driver's side reaches this host."""
-        return self._stream.local_address
+    def received(self, data: bytes) -> None:
+        self._messages.append(data)
+        self._changed.set()
 
-    @property
-    def peer_address(self) -> str:
-        """Address of the other end: there this host reaches the driver's."""
-        return self._stream.peer_address
+    def lost(self, reason: str) -> None:
+        self._end = reason
+        self._changed.set()
 
-    @property
-    def received_at(self) -> float:
-        """Time of the last data from the driver, on the loop's clock."""
-        return self._stream.received_at
-
-    def send(self, message: messages.Opening | messages.FromAgent) -> None:
-        """Send a message after all earlier ones. No effect after the connection has ended."""
-        self._stream.send(codec.encode(message))
+    async def get(self) -> bytes:
+        """Return the next message. After the last one, raises ConnectionError with the reason."""
+        while not self._messages:
+            if self._end is not None:
+                raise ConnectionError(self._end)
+            self._changed.clear()
+            await self._changed.wait()
+        return self._messages.popleft()
 
     async def receive(self) -> messages.ToAgent:
-        """Return the next message. Raises ConnectionError, with the reason, when the connection has ended.
+        """Return the next message to an agent. Raises ConnectionError, with the reason, when the connection has ended.
 
         Raises Refused when the driver has refused this agent.
         """
-        data = await self._queue.get()
         try:
-            message: messages.ToAgent = codec.decode_to_agent(data)
+            message: messages.ToAgent = messages.decode_to_agent(await self.get())
         except msgspec.DecodeError as error:
             raise ConnectionError(f"received a malformed message ({error})") from None
         if isinstance(message, messages.Refusal):
@@ -522,24 +448,36 @@ class DriverStream:
 
     async def close(self) -> None:
         """Send all pending messages, then close the connection."""
-        self._stream.close()
-        await self._stream.closed()
+        self.finish()
+        await self.closed()
 
-    def abort(self, reason: str) -> None:
-        """Close the connection at once. ``receive`` returns what has arrived already, then raises with the reason."""
-        self._stream.abort(reason)
 
-    def reset(self, reason: str) -> None:
-        """Like ``abort``, for a driver that may be unreachable."""
-        self._stream.reset(reason)
+async def dial(address: str, context: ssl.SSLContext, name: str, timeout_s: float) -> DriverStream:
+    """Connect to ``host:port``. Raises ConnectionError with the reason."""
+    host, _, port = address.rpartition(":")
+    connecting = asyncio.ensure_future(
+        asyncio.get_running_loop().create_connection(
+            DriverStream, host.strip("[]"), int(port), ssl=context, server_hostname=name
+        )
+    )
+    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that arrives while the connection is made.
+    try:
+        await asyncio.wait({connecting}, timeout=timeout_s)
+        if not connecting.done():
+            raise ConnectionError(f"{address}: {reason_of(asyncio.TimeoutError())}")
+        _, stream = connecting.result()
+    except (OSError, ssl.SSLError) as error:
+        raise ConnectionError(f"{address}: {reason_of(error)}") from None
+    finally:
+        connecting.cancel()
+    return stream
 
 
 async def ask_status(address: str, token: str, timeout_s: float, as_json: bool = False) -> str:
     """Return the status of the driver at ``address``. Raises ConnectionError with the reason."""
-    stream, queue = await dial(address, Trust(token).client, NAME, timeout_s)
-    stream.send(codec.encode(messages.AskStatus(as_json)))
-    getting = asyncio.ensure_future(queue.get())
+    stream = await dial(address, Trust(token).client, NAME, timeout_s)
+    stream.send(messages.AskStatus(as_json))
+    getting = asyncio.ensure_future(stream.get())
     await asyncio.wait({getting}, timeout=timeout_s)
-    stream.close()
-    await stream.closed()
+    await stream.close()
     return (await getting).decode()

@@ -1,4 +1,5 @@
-"""The Unix sockets of an agent: to its host's workers, to its template process, and for the store of plain workers.
+"""The Unix sockets of an agent: to its host's workers, to its template process, and for its status; and the socket of
+the store of plain workers.
 
 That to the workers is SOCK_SEQPACKET: one datagram is one message.
 
@@ -14,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
 
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.errors import OptionError
+from elasticstate.net import messages
 
 # ----------------------------------------------------------------------------------------------------------------- link
 
@@ -35,11 +38,11 @@ _MOST_DESCRIPTORS = 5
 
 def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
     """Encode a message for the worker's socket. A traceback that is too long is cut in its middle."""
-    data = codec.encode(message)
+    data = messages.encode(message)
     if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, messages.GenerationFailure):
         half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
         error = message.error[:half] + _CUT + message.error[-half:]
-        data = codec.encode(msgspec.structs.replace(message, error=error))
+        data = messages.encode(msgspec.structs.replace(message, error=error))
     return data
 
 
@@ -75,7 +78,7 @@ class WorkerLink:
             data = self._socket.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT)
         except ConnectionResetError:
             return None
-        return codec.decode_to_worker(data) if data else None
+        return messages.decode_to_worker(data) if data else None
 
     def close(self) -> None:
         self._socket.close()
@@ -152,7 +155,7 @@ class StorageLink:
         data, descriptors, _, _ = socket.recv_fds(
             self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
-        answer = codec.decode_to_worker(data) if data else None
+        answer = messages.decode_to_worker(data) if data else None
         return answer if isinstance(answer, messages.Storage) else None, descriptors
 
     def close(self) -> None:
@@ -192,7 +195,7 @@ class WorkerConnection:
         """Send a message with descriptors, to a worker that waits for nothing else on this connection."""
         if self._open:
             with suppress(OSError):  # a worker's death is detected elsewhere
-                socket.send_fds(self._socket, [codec.encode_to_worker(message)], descriptors)
+                socket.send_fds(self._socket, [messages.encode_to_worker(message)], descriptors)
 
     def _flush(self) -> None:
         while self._queue:
@@ -220,7 +223,7 @@ class WorkerConnection:
                 self.close()
                 return
             try:
-                message = codec.decode_from_worker(data)
+                message = messages.decode_from_worker(data)
             except msgspec.DecodeError as error:
                 self._server.refuse(self, f"its message is malformed ({error})")
                 return
@@ -529,10 +532,6 @@ class AgentLink:
         self._socket.close()
 
 
-# ------------------------------------------------------------------------------------------------------- store listener
-# The listening socket of a store for plain workers. Another process, which imports torch, serves it.
-
-
 class StoreListener:
     """A socket that listens, but accepts no connection itself: connections wait until a process serves the socket."""
 
@@ -571,3 +570,65 @@ class StoreListener:
     def close(self) -> None:
         """Close this process's descriptor of the socket."""
         self._socket.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+# The status of an agent, for the probes of Kubernetes, and for people.
+#
+# The agent answers from its event loop. So an answer proves that the agent is not stuck.
+
+
+_MOST_STATUS_BYTES = 4096
+
+
+class AgentStatus(NamedTuple):
+    """The status of an agent. ``is_ready``: it serves a driver."""
+
+    is_ready: bool
+    text: str
+
+
+@asynccontextmanager
+async def answering(path: str, status: Callable[[], AgentStatus]) -> AsyncIterator[None]:
+    """Answer at the socket ``path``, which only this user can use. Nothing happens with "". Raises OptionError."""
+    if not path:
+        yield
+        return
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_ready, text = status()
+        writer.write(f"{int(is_ready)} {text}".encode()[:_MOST_STATUS_BYTES])
+        with suppress(OSError):  # the other end has gone
+            await writer.drain()
+        writer.close()
+
+    umask = os.umask(0o177)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)  # of an agent that was killed
+        server = await asyncio.start_unix_server(answer, path)
+    except OSError as error:
+        raise OptionError(
+            f"--status-socket: {path!r}: cannot be created ({error}). Choose a path that this user can write to."
+        ) from None
+    finally:
+        os.umask(umask)
+    try:
+        yield
+    finally:
+        server.close()
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def ask_agent(path: str, timeout_s: float) -> AgentStatus:
+    """Return the status of the agent at a socket. Raises OSError (TimeoutError: the agent does not answer)."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        answer = b""
+        while data := connection.recv(_MOST_STATUS_BYTES):
+            answer += data
+    number, _, text = answer.decode(errors="replace").partition(" ")
+    return AgentStatus(number == "1", text)

@@ -9,7 +9,7 @@
       | -- StartWorker ----------> | --- spawn ------------------> |
       |                            | <- Hello ------------------- |
       | <- Ready ----------------- | <- Ready ------------------- |
-      | -- WorldView ---------> | -- WorldView -----------> |   init_process_group, sync, train
+      | -- World ---------------> | --- World -----------------> |   init_process_group, sync, train
       | -- Hold -----------------> | -- Hold -------------------> |
       | <- HoldAnswer ------------ | <- HoldAnswer -------------- |
       | -- End(at tick K) -------> | -- End --------------------> |   all save and raise at tick K
@@ -23,7 +23,10 @@ inside :class:`ToWorkers`. A message about a generation names it, and has no eff
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -39,7 +42,6 @@ from elasticstate.core.types import (
     CopyDropped as CopyDropped,
     CopyFigures,
     CopyKept as CopyKept,
-    DurableSource,
     End as End,
     First as First,
     ForgetCopies as ForgetCopies,
@@ -54,12 +56,10 @@ from elasticstate.core.types import (
     Message as Message,
     OpenGate as OpenGate,
     Place as Place,
-    Placement,
     PlainStoreJoined as PlainStoreJoined,
     Ready as Ready,
     Release as Release,
     Report as Report,
-    ShardSource,
     Stamp as Stamp,
     StartWorker as StartWorker,
     StopReplication as StopReplication,
@@ -70,6 +70,7 @@ from elasticstate.core.types import (
     WorkerPreemptionNotice as WorkerPreemptionNotice,
     WorkerUnresponsive as WorkerUnresponsive,
     WorkerUsesRun as WorkerUsesRun,
+    World as World,
 )
 from elasticstate.options import Options
 
@@ -145,48 +146,6 @@ FromWorkerBody = Hello | RequestStorage | RunUsed | GrowBuffer | Aside | Report
 # ------------------------------------------------------------------------------------------------ agent -> worker
 
 
-class WorldView(Message, frozen=True):
-    """A world from the view of one member: what the driver sends to it, and what ``rank()`` and the like show."""
-
-    job: str
-    generation: int
-    placement: Placement
-    size: int
-    root: int
-    lacking_runs: tuple[tuple[int, int], ...]  # ranks that lack the state: in a first world all but one do
-    store: str  # "address:port"
-    collective_timeout_s: float
-    regroup_timeout_s: float
-    verify_sync: bool
-    fresh: bool = False  # all members are new processes
-    near_runs: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory
-    root_slot: int = 0  # of the root, on its host
-    records_ticks: bool = False
-    line: CommitId | None = None  # the commit from which a sharded job starts
-    sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
-    durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
-    one_copy: bool = False  # with --one-copy-per-host
-    follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
-    local_place: int = 0  # place among the workers of its host, without gaps
-
-    @property
-    def rank(self) -> int:
-        return self.placement.rank
-
-    @property
-    def lacking(self) -> tuple[int, ...]:
-        return from_runs(self.lacking_runs)
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        return from_runs(self.near_runs)
-
-    @property
-    def store_address(self) -> tuple[str, int]:
-        host, port = self.store.rsplit(":", 1)
-        return host, int(port)
-
-
 class BufferGrown(Message, frozen=True):
     """Size of the file of commit buffer ``index``, or ``error``: why it cannot be so large."""
 
@@ -211,12 +170,11 @@ class Storage(Message, frozen=True):
 
 
 ToWorkerBody = (
-    WorldView | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | AskWhere | BufferGrown | Storage
+    World | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | AskWhere | BufferGrown | Storage
 )
 
 
 # ----------------------------------------------------------------------------------------------------- durable messages
-# Messages about durable copies, between driver and agents.
 
 
 class DurablePart(Message, frozen=True):
@@ -447,12 +405,6 @@ class ToWorkers(Message, frozen=True):
     body: ToWorkerBody
 
 
-class WorldsOnHost(Message, frozen=True):
-    """The part of a world that concerns one host: one WorldView for each member there."""
-
-    worlds: tuple[tuple[WorkerId, WorldView], ...]
-
-
 class BackendOrder(Message, frozen=True):
     """Order of the backend's part in the driver to its part in an agent. Only the backend decodes ``data``."""
 
@@ -504,7 +456,7 @@ ToAgent = (
     | DropDurable
     | StopWorker
     | ToWorkers
-    | WorldsOnHost
+    | World
     | BackendOrder
     | ReplicateOrder
     | StopReplication
@@ -514,10 +466,6 @@ ToAgent = (
     | Acknowledgement
     | Refusal
 )
-
-
-# --------------------------------------------------------------------------------------------------------------- launch
-# The parameters with which an agent is started.
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -542,21 +490,82 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_joining: bool = False  # started by ``elasticrun agent``, perhaps in a terminal, and not by the driver
 
 
-# ----------------------------------------------------------------------------------------------------------------- runs
-# Ascending numbers as runs, for short messages: in a first world of 10000 members, all but one lack the state.
+# ---------------------------------------------------------------------------------------------------------------- codec
+# Conversion between messages and bytes. A message to a worker begins with a head for its sentinel.
 
 
-def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return ascending numbers as runs [first, last + 1)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return tuple(runs)
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return a decoder that raises msgspec.DecodeError on any malformed message.
+
+    msgspec's own decoder raises UnicodeDecodeError for text that is not UTF-8.
+    """
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def strict(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return strict
 
 
-def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the numbers of these runs: the reverse of :func:`as_runs`."""
-    return tuple(number for first, behind in runs for number in range(first, behind))
+encode = msgspec.msgpack.Encoder().encode
+decode_from_worker = decoder(FromWorkerBody)
+decode_for_worker = decoder(ToWorkerBody)
+decode_opening = decoder(Opening)
+decode_from_agent = decoder(FromAgent)
+decode_to_agent = decoder(ToAgent)
+
+
+class MessageKind(IntEnum):
+    """The kind of a message, which the sentinel needs before Python reads it (same numbers in native/sentinel.hpp)."""
+
+    OTHER = 0
+    WORLD = 1
+    HOLD = 2
+    RELEASE = 3
+    END_NOW = 4
+    END_AT = 5
+    CONFIRM_OWN_ERROR = 6
+    OPEN_GATE = 7
+    LEAVE = 8
+    TERMINATE = 9
+    ASK_WHERE = 10
+
+
+MESSAGE_HEAD = struct.Struct("<QQQ")
+"""Head of each message to a worker: kind, generation, and tick or number of a hold (0 if there is none)."""
+
+
+def encode_to_worker(message: ToWorkerBody) -> bytes:
+    """Encode a message for the worker's socket: a head of fixed size for the sentinel, then MessagePack."""
+    kind, generation, tick = MessageKind.OTHER, 0, 0
+    match message:
+        case World(generation=generation):
+            kind = MessageKind.WORLD
+        case Hold(generation, tick):
+            kind = MessageKind.HOLD
+        case Release(generation):
+            kind = MessageKind.RELEASE
+        case End(generation, None, _):
+            kind = MessageKind.END_NOW
+        case End(generation, int(tick), _):
+            kind = MessageKind.END_AT
+        case ConfirmOwnError(_, generation):
+            kind = MessageKind.CONFIRM_OWN_ERROR
+        case OpenGate(generation):
+            kind = MessageKind.OPEN_GATE
+        case Leave():
+            kind = MessageKind.LEAVE
+        case Terminate(generation):
+            kind = MessageKind.TERMINATE
+        case AskWhere(generation):
+            kind = MessageKind.ASK_WHERE
+    return MESSAGE_HEAD.pack(kind, generation, tick) + encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorkerBody:
+    """Decode the result of :func:`encode_to_worker`. Raises msgspec.DecodeError on a malformed message."""
+    message: ToWorkerBody = decode_for_worker(data[MESSAGE_HEAD.size :])
+    return message

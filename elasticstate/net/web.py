@@ -17,7 +17,6 @@ from elasticstate.net.names import LocalPeers, is_loopback
 from elasticstate.net.strangers import BACKLOG, Strangers
 
 # ------------------------------------------------------------------------------------------------------------ listening
-# Listening sockets of servers that a library provides.
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -712,7 +712,7 @@ class Committer:
         if self.stored is not None:
             return self.stored.commit_copies(self.session.rank)
         session = self.session
-        sources, line = [source for source, _ in session.sources], session.line
+        sources, line = list(session.sources), session.line
         own = self.snapshot.find(line) if line is not None and line in self.commits else None
         return copies_with_own(session.copy_reader(), sources, own, session.worker_key)
 

@@ -12,8 +12,8 @@ from torch.utils.data import Sampler
 
 from elasticstate import present_world
 from elasticstate._native import permute
+from elasticstate.core.types import World
 from elasticstate.errors import NotInWorldError, UsageError
-from elasticstate.net.messages import WorldView
 
 _commits = 0  # begun by this process
 
@@ -153,7 +153,7 @@ def share(total: int, rank: int, size: int) -> int:
 _OUTSIDE = msgspec.structs.replace(present_world.alone(), generation=0, fresh=False)
 
 
-def _world() -> WorldView:
+def _world() -> World:
     try:
         return present_world.world()
     except NotInWorldError:
@@ -175,7 +175,7 @@ def local_place() -> int:
 
     The local leader has place 0. A survivor's place changes when workers of other slots leave or return.
     """
-    return _world().local_place
+    return _world().placement.local_place
 
 
 def world_is_new() -> bool:

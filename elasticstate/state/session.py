@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate.core.ids import CommitId
-from elasticstate.core.types import ShardSource, listed
+from elasticstate.core.types import ShardSource, World, listed
 from elasticstate.errors import UsageError
-from elasticstate.net.messages import WorldView
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import number_of
 from elasticstate.state.reshard import CopyReader
@@ -46,7 +45,7 @@ class Session:
     commit ids count the function as a generation of its own.
     """
 
-    def __init__(self, view: WorldView, worker_key: str) -> None:
+    def __init__(self, view: World, worker_key: str) -> None:
         """``worker_key``: unique id of this worker."""
         self.view, self.worker_key = view, worker_key
         self._ticks = 0
@@ -93,7 +92,7 @@ class Session:
     @property
     def one_copy(self) -> bool:
         """True if one worker of each host keeps commits, from which the others there restore."""
-        return self.view.one_copy
+        return bool(self.view.keepers)
 
     @property
     def follows(self) -> int | None:
@@ -106,19 +105,19 @@ class Session:
         return self.view.line
 
     @property
-    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
-        """Copies of ``line`` in the order in which to try them, each with the "ip:port" of its copy server."""
+    def sources(self) -> tuple[ShardSource, ...]:
+        """Copies of ``line`` in the order in which to try them."""
         return self.view.sources
 
     @property
     def verify_sync(self) -> bool:
         """True if each sync ends with a check."""
-        return self.view.verify_sync
+        return self.view.options.verify_sync
 
     @property
     def records_ticks(self) -> bool:
         """True if ticks without a commit are recorded, so that a failure repeats none."""
-        return self.view.records_ticks and self.view.size > 1 and self.view.follows is None
+        return self.view.options.records_ticks and self.view.size > 1 and self.view.follows is None
 
     @property
     def has_peers(self) -> bool:

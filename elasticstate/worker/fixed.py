@@ -25,7 +25,7 @@ from elasticstate.compat.process_groups import (
     TCPStore,
     rendezvous,
 )
-from elasticstate.core.state import fixed_placement
+from elasticstate.core.worlds import fixed_placement
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.log import logger
 from elasticstate.net.link import StoreListener
@@ -245,7 +245,7 @@ class FixedLoop(SoloLoop):
         placements: list[Any] = [None] * place.size
         dist.all_gather_object(placements, (place.host, place.local_rank))
         placement = fixed_placement(placements, place.rank)
-        present_world.enter(present_world.fixed(placement, place.size, f"{met.host}:{met.port}", place.local_rank))
+        present_world.enter(present_world.fixed(placement, place.size, f"{met.host}:{met.port}"))
 
     def run_in_last_world(self, state: State, call: Callable[[], Any], _: object = None) -> Any:
         """Call a function of the user. Raises CollectiveError if an error comes from the loss of a process."""

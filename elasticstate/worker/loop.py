@@ -46,7 +46,7 @@ from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateErr
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
-from elasticstate.net.messages import WorldView
+from elasticstate.net.messages import World
 from elasticstate.options import WorkerEnvironment, tunes_malloc
 from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
@@ -98,9 +98,9 @@ class Regrouper:
         behind: bool = False,
         names: int = 0,
         has_shards: bool = False,
-        prepare: Callable[[WorldView], None] | None = None,
+        prepare: Callable[[World], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> WorldView:
+    ) -> World:
         """Enter the next world: READY → WORLD → process group.
 
         Raises torch's errors, or CollectiveError, when the generation fails.
@@ -121,15 +121,16 @@ class Regrouper:
             prepare(view)
         store = self._connect(view)
         self._sentinel.check()
-        name = f"{view.job}/{view.generation}"
+        options = view.options
+        name = f"{self._environment.job}/{view.generation}"
         self._rendezvous = Rendezvous(
             store=PrefixStore(name, store),
             name=name,
             worker=str(self._environment.worker),
             rank=view.rank,
             size=view.size,
-            init_timeout=timedelta(seconds=min(view.regroup_timeout_s, view.collective_timeout_s)),
-            collective_timeout=timedelta(seconds=view.collective_timeout_s),
+            init_timeout=timedelta(seconds=min(options.regroup_timeout_s, options.collective_timeout_s)),
+            collective_timeout=timedelta(seconds=options.collective_timeout_s),
             check=self._sentinel.check,
             address=self._environment.local_address,
         )
@@ -166,7 +167,7 @@ class Regrouper:
         self._sentinel.leave()
         gc.collect()
 
-    def _connect(self, view: WorldView) -> TCPStore:
+    def _connect(self, view: World) -> TCPStore:
         """Connect to the store of rank 0 in short attempts, and check between them whether the generation has ended."""
         self._context.watch_store(store_address(view))
         if view.rank == 0:
@@ -174,7 +175,8 @@ class Regrouper:
             self._store = self._server
             return self._server
         host, port = view.store_address
-        deadline = time.monotonic() + view.regroup_timeout_s
+        timeout_s = view.options.regroup_timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_SLICE)
@@ -183,16 +185,16 @@ class Regrouper:
                 if time.monotonic() >= deadline:
                     raise CollectiveError(
                         f"{self._environment.worker} at {self._environment.local_address} cannot connect to rank 0 at "
-                        f"{host}, port {port}, within --regroup-timeout of {view.regroup_timeout_s:g} s: {error}. "
+                        f"{host}, port {port}, within --regroup-timeout of {timeout_s:g} s: {error}. "
                         f"{addresses.HOSTS}"
                     ) from None
                 continue
-            store.set_timeout(timedelta(seconds=view.regroup_timeout_s))
+            store.set_timeout(timedelta(seconds=timeout_s))
             self._store = store
             return store
 
 
-def store_address(view: WorldView) -> tuple[str, int]:
+def store_address(view: World) -> tuple[str, int]:
     """Return the remote address of this worker's connection to the store.
 
     Rank 0 connects to its own server, which listens at 0.0.0.0, over the loopback interface, as TCPStore does.
@@ -381,7 +383,7 @@ class WorkerLoop:
         )
         self._peer = functools.partial(open_peer, storage, self._storage, owner)
         self._commit_facts: Callable[[], tuple[int, bool]] = lambda: (0, False)  # names, has_shards, of the state
-        self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
+        self._read_ahead: Callable[[World], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
         self._sentinel = _sentinel = Sentinel(link, worker, page, reports=True)
         self._session = WorkerSession(
@@ -592,7 +594,7 @@ class WorkerLoop:
         if view.durable is not None:
             durable_state.resume(self._committer, view.durable)
 
-    def _read_root_ahead(self, view: WorldView) -> None:
+    def _read_root_ahead(self, view: World) -> None:
         if view.follows is not None:
             return
         self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)

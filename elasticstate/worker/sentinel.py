@@ -23,7 +23,7 @@ from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import Collective
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
 from elasticstate.tracebacks import error_chain
@@ -199,7 +199,7 @@ class Sentinel:
         message = self._native.cause
         if not message:
             return None
-        end = codec.decode_to_worker(message)
+        end = messages.decode_to_worker(message)
         assert isinstance(end, messages.End)
         return end
 
@@ -236,7 +236,7 @@ class Sentinel:
         """Send ``request``, and wait for the agent's message of type ``answer``. Other messages are dropped."""
         self.send(request)
         while True:
-            message = codec.decode_to_worker(self._native.wait_other())
+            message = messages.decode_to_worker(self._native.wait_other())
             if isinstance(message, answer):
                 return message
 
@@ -257,7 +257,7 @@ class Sentinel:
         names: int = 0,
         has_shards: bool = False,
         meanwhile: Callable[[], None] | None = None,
-    ) -> messages.WorldView:
+    ) -> messages.World:
         """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
 
         ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
@@ -288,14 +288,14 @@ class Sentinel:
         message = self._native.wait_world(joined)
         if message is None:
             self._leave()
-        world = codec.decode_to_worker(message)
-        assert isinstance(world, messages.WorldView)
+        world = messages.decode_to_worker(message)
+        assert isinstance(world, messages.World)
         return world
 
-    def enter(self, world: messages.WorldView, context: Severable) -> None:
+    def enter(self, world: messages.World, context: Severable) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._tick_end, self.has_gone_on = None, False
-        self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s
+        self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.options.regroup_timeout_s
         self._entered_ns, self._own_end, self._has_reported_hang = time.time_ns(), "", False
         self._native.enter(world.generation, context.sockets)
         self._has_left = threading.Event()
@@ -470,7 +470,7 @@ class Sentinel:
         self._end(self.generation, error)
 
     def _end(self, generation: int, error: str) -> None:
-        end = codec.encode_to_worker(messages.End(generation, None, error))
+        end = messages.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
             self._own_end = error
             self.send(messages.GenerationFailure(generation, True, error))

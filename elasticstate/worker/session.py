@@ -11,9 +11,9 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.core.types import World
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
-from elasticstate.net.messages import WorldView
 from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits, Session
@@ -47,7 +47,7 @@ class WorkerSession(Session):
         self._share = share
         self._reported_bytes = self._sized_in = 0  # size of a commit of the world with this generation
 
-    def enter(self, view: WorldView, context: Context) -> None:
+    def enter(self, view: World, context: Context) -> None:
         """Use this world from now on."""
         self.view, self._context = view, context
 
@@ -110,8 +110,7 @@ class WorkerSession(Session):
         self._sentinel.send(messages.Attached(self.view.generation, digests))
 
     def copy_reader(self) -> CopyReader:
-        addresses = {source.copy.host: address for source, address in self.view.sources}
-        client = ReplicaClient(addresses, self._key(), _SILENCE_S)
+        client = ReplicaClient(dict(self.view.copy_servers), self._key(), _SILENCE_S)
         watch = threading.Thread(target=self._close_at_end, args=(client, self.generation), daemon=True)
         watch.start()
         host = self.worker_key.rpartition("#")[0].rpartition(":")[0]

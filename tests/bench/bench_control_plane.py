@@ -43,7 +43,7 @@ from watching import cpu_s, page, scrape
 
 from elasticstate.agent.worker import stamps_interval_s
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.control import Stream
 from elasticstate.net.trust import NAME, Trust
 
@@ -54,6 +54,17 @@ REST_S = 4.0  # two of the page's changes
 ROUNDS = 7
 SCRAPES = 50
 GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}
+
+
+class End(Stream):
+    """The connection of a simulated agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self._agent = agent
+
+    def received(self, data: bytes) -> None:
+        self._agent.received(data)
 
 
 class Agent:
@@ -73,7 +84,7 @@ class Agent:
         while True:
             try:
                 _, self.stream = await loop.create_connection(
-                    lambda: Stream(self.received, lambda _: None),
+                    lambda: End(self),
                     *("127.0.0.1", port),
                     ssl=trust.client,
                     server_hostname=NAME,
@@ -84,13 +95,13 @@ class Agent:
         self.send(messages.AgentHello(self.host, self.host, SLOTS, 0, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
 
     def send(self, message: Any) -> None:
-        self.stream.send(codec.encode(message))
+        self.stream.send(message)
 
     def say(self, worker: WorkerId, body: messages.FromWorkerBody) -> None:
         self.send(messages.FromWorker(worker, body))
 
     def received(self, data: bytes) -> None:
-        order = codec.decode_to_agent(data)
+        order = messages.decode_to_agent(data)
         match order:
             case messages.JobSpec():
                 self.timeout_s = order.options.heartbeat_timeout_s
@@ -99,16 +110,16 @@ class Agent:
                 self.workers.append(worker)
                 self.send(messages.Started(worker, 1))
                 self.part.count("spawned")
-            case messages.WorldsOnHost(worlds):
-                self.generation, self.tick, self.trains = worlds[0][1].generation, 1, True
-                self.stamps_interval_s = stamps_interval_s(self.timeout_s, worlds[0][1].size)
-                self.part.count(f"world {self.generation}", len(worlds))
-                if worlds[0][1].placement.rank == 0:
-                    self.say(worlds[0][0], messages.First(self.generation))
+            case messages.World():
+                self.generation, self.tick, self.trains = order.generation, 1, True
+                self.stamps_interval_s = stamps_interval_s(self.timeout_s, order.size)
+                self.part.count(f"world {self.generation}", len(order.members))
+                if order.rank == 0:
+                    self.say(order.placement.worker, messages.First(self.generation))
             case messages.ToWorkers(_, body):
                 self.told(body)
             case messages.Shutdown():
-                self.stream.close()
+                self.stream.finish()
 
     def told(self, body: messages.ToWorkerBody) -> None:
         match body:

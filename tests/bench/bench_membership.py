@@ -19,10 +19,10 @@ from elasticstate.core.types import (
     First,
     FromWorker,
     HostsDiscovered,
-    PublishWorld,
     Ready,
     Several,
     WorkerExited,
+    World,
 )
 from elasticstate.options import Options
 
@@ -58,14 +58,14 @@ def one_death(m: Membership) -> tuple[float, float]:
     dead, *survivors = (placement.worker for placement in m.world.members)
     commit = CommitId(1, 10)
     ready: list[Event] = [FromWorker(w, Ready(1, commit, None, f"{w}:1", 10)) for w in survivors]
-    published: list[PublishWorld] = []
+    published: list[World] = []
     times = []
     for event in (WorkerExited(dead, 1, None, 9), *batches(ready)):
         began = time.process_time()
         m, effects, _ = step(m, event, 4.0)
         times.append(time.process_time() - began)
-        published += [effect for effect in effects if isinstance(effect, PublishWorld)]
-    assert [p.world.size for p in published] == [len(survivors)]
+        published += [effect for effect in effects if isinstance(effect, World)]
+    assert [world.size for world in published] == [len(survivors)]
     return sum(times), max(times)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.messages import Launch
 from elasticstate.net.trust import Trust
@@ -175,7 +175,7 @@ class Scene:
         return msgspec.structs.replace(SPEC, epoch=epoch, options=options)
 
     def send(self, order: messages.ToAgent) -> None:
-        self._streams[0].send(codec.encode(order))
+        self._streams[0].send(order)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         async def look() -> None:
@@ -200,7 +200,7 @@ class Scene:
     async def heartbeat(self) -> None:
         """Send heartbeats forever, like a live driver."""
         while True:
-            self._streams[0].heartbeat()
+            self._streams[0].write(b"")
             await asyncio.sleep(0.05)
 
     async def cut(self) -> None:

@@ -47,9 +47,9 @@ def ended(effects: list[t.Effect]) -> t.EndJob:
 
 
 def published(effects: list[t.Effect]) -> t.World:
-    found = only(effects, t.PublishWorld)
-    assert isinstance(found, t.PublishWorld)
-    return found.world
+    found = only(effects, t.World)
+    assert isinstance(found, t.World)
+    return found
 
 
 TWO = {"np": 2, "min_np": 1, "max_np": 2}

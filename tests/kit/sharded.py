@@ -219,7 +219,7 @@ def in_world(
     ``line``, ``digests``: commit from which the world starts, and the digests of the slots 0, 1, ... that hold it.
     """
     store = folder / f"store {generation}"
-    sources = tuple((source(digest, slot, line), "") for slot, digest in enumerate(digests) if line is not None)
+    sources = tuple(source(digest, slot, line) for slot, digest in enumerate(digests) if line is not None)
     workers = []
     for rank in range(size):
         read, write = os.pipe()

@@ -85,7 +85,8 @@ def train(state):
     fully_shard(model, mesh=init_device_mesh("cpu", (elastic.size(),)))
     state.attach(model=model, init=lambda: None)
     session = committer_of(state).session
-    sources = [(s.digest, s.copy.host, s.copy.slot, s.copy.commit, address) for s, address in session.sources]
+    servers = dict(session.view.copy_servers)
+    sources = [(s.digest, s.copy.host, s.copy.slot, s.copy.commit, servers[s.copy.host]) for s in session.sources]
     line = {"what": "attached", "time": time.time(), "generation": elastic.generation(), "rank": elastic.rank(),
             "size": elastic.size(), "pid": os.getpid(), "line": session.line, "sources": sources}
     with open(os.path.join(logs, f"{os.getpid()}.jsonl"), "a") as file:

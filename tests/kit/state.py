@@ -111,7 +111,7 @@ class World:
     root_slot: int = 0
     one_copy: bool = False
     line: CommitId | None = None
-    sources: tuple[tuple[ShardSource, str], ...] = ()
+    sources: tuple[ShardSource, ...] = ()
     reader: CopyReader | None = None
     store: dist.HashStore = field(default_factory=dist.HashStore)
 
@@ -170,7 +170,7 @@ class Member:
         return self.world.line
 
     @property
-    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
+    def sources(self) -> tuple[ShardSource, ...]:
         return self.world.sources
 
     def copy_reader(self) -> CopyReader:

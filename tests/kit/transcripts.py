@@ -185,7 +185,7 @@ def parse_event(words: list[str]) -> t.Event:
 def describe(effect: t.Effect) -> str:
     """Return one readable line for an effect."""
     match effect:
-        case t.PublishWorld(world):
+        case t.World() as world:
             hosts: dict[str, list[str]] = {}
             for p in world.members:
                 hosts.setdefault(p.worker.host, []).append(f"{p.rank}={p.worker}")

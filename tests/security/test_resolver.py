@@ -17,7 +17,7 @@ PROGRAM = """
 import asyncio, sys, time
 from elasticstate.options import Options
 from elasticstate.discovery import host_source
-from elasticstate.driver.discovery import Discovery
+from elasticstate.discovery import Discovery
 from elasticstate.launchers import HostLaunchers
 
 async def main():

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from elasticstate.net import codec, messages, trust
+from elasticstate.net import messages, trust
 from elasticstate.net.control import ask_status, dial
 from elasticstate.net.strangers import MAX_UNAUTHENTICATED
 from elasticstate.net.trust import NAME, Trust
@@ -158,10 +158,10 @@ def test_strangers_disturb_no_tick_and_take_a_bounded_memory(tmp_path: Path) -> 
 
 
 async def knock(door: Door, context: ssl.SSLContext) -> None:
-    stream, queue = await dial(door.address, context, NAME, 60)
-    stream.send(codec.encode(HELLO))
+    stream = await dial(door.address, context, NAME, 60)
+    stream.send(HELLO)
     with pytest.raises(ConnectionError):
-        await queue.get()
+        await stream.get()
 
 
 def credulous(trusting: Trust) -> ssl.SSLContext:
@@ -234,7 +234,7 @@ async def record(door: Door) -> bytes:
 def a_resumed_session(_: Job, door: Door) -> None:
     """Try to resume the TLS session of an authenticated client. The driver issues no tickets, so this must fail."""
     context = Trust(door.token).client
-    ask = codec.encode(messages.AskStatus())
+    ask = messages.encode(messages.AskStatus())
     with context.wrap_socket(connect(door.host, door.port), server_hostname=NAME) as first:
         first.sendall(struct.pack("!I", len(ask)) + ask)
         assert first.recv(1 << 16)  # a ticket would have come first
@@ -248,12 +248,11 @@ def a_resumed_session(_: Job, door: Door) -> None:
 def an_agent_of_no_host(_: Job, door: Door) -> None:
     async def greet() -> str:
         """Dial with the right token, but as an agent of no host of this job."""
-        stream, queue = await dial(door.address, Trust(door.token).client, NAME, 60)
-        stream.send(codec.encode(HELLO))
-        answer = codec.decode_to_agent(await queue.get())
+        stream = await dial(door.address, Trust(door.token).client, NAME, 60)
+        stream.send(HELLO)
+        answer = messages.decode_to_agent(await stream.get())
         assert isinstance(answer, messages.Refusal)
-        stream.close()
-        await stream.closed()
+        await stream.close()
         return answer.reason
 
     assert "does not belong to this job, or has another agent" in asyncio.run(greet())

@@ -62,8 +62,8 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
         checker.see(m, event, now, transition)
         books.see(now, transition)
         for effect in transition.effects:
-            if isinstance(effect, t.PublishWorld):
-                maker.published(effect.world)
+            if isinstance(effect, t.World):
+                maker.published(effect)
         m = transition.next
         transcript.append((now, event, transition.effects, transition.reason, next_deadline(m)))
         if rng.random() < 0.015:

@@ -14,8 +14,7 @@ from elasticstate.core import types as t
 from elasticstate.core.reattach import reattach
 from elasticstate.core.state import Over
 from elasticstate.core.step import new_membership, next_deadline, step
-from elasticstate.driver.reattach import Reattachment, newer
-from elasticstate.driver.record import Record
+from elasticstate.driver.record import Reattachment, Record, newer
 from elasticstate.net import messages
 from elasticstate.options import Options
 from tests.kit.policy import policy_of
@@ -79,7 +78,7 @@ class PlainJob:
         self.end: t.EndJob | None = None
         self.restarts = 0
         self.restarts_before = 0  # when the present driver started
-        self.record = Record("job", "id", 1, "token", (), Options(command=("train",), np=1, min_np=1), "/")
+        self.record = Record("job", "id", "token", (), Options(command=("train",), np=1, min_np=1), "/", epoch=1)
         self.exits: dict[str, list[t.WorkerExited]] = {}  # by host: since workers were started there
         self.incarnations: dict[str, dict[int, int]] = {}
         self.store_joined: dict[str, int] = {}  # by host: the newest generation
@@ -142,7 +141,7 @@ class PlainJob:
             case t.EndJob():
                 assert self.end is None
                 self.end = effect
-            case t.PublishWorld() | t.Hold() | t.End() | t.OpenGate() | t.Leave():
+            case t.World() | t.Hold() | t.End() | t.OpenGate() | t.Leave():
                 raise AssertionError(f"{effect} for plain workers")
 
     def act(self) -> None:

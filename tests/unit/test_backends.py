@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from elasticstate.backends import BACKENDS, AgentBackend, DriverBackend, agent_part, driver_part, searches
+from elasticstate.backends import BACKENDS, AgentBackend, DriverBackend, agent_part, driver_part
+from elasticstate.check.run import searches
 from elasticstate.options import kinds
 from elasticstate.plug_ins import load_part
 from elasticstate.worker import contexts

@@ -21,7 +21,7 @@ PROCESSES = {"agent", "check", "driver", "state", "worker"}
 # The processes that a part may know of; by default, a part knows of none, of no command, library or plug-in.
 KNOWN = {
     "agent": set[str](),
-    "check": {"driver"},
+    "check": set[str](),
     "driver": set[str](),
     "extension": {"state", "worker"},
     "history": COMMANDS,
@@ -41,7 +41,7 @@ ONLY_IN = {  # libraries that an option or a command needs: they are imported on
     "lightning": {"lightning"},
     "matplotlib": {"history.copy_plots", "history.drawing", "history.plots"},
     "prometheus_client": {"driver.metrics"},
-    "rich": {"cli.export", "cli.status", "screen.painter"},
+    "rich": {"cli.export", "cli.status", "driver.painter"},
 }
 
 

@@ -11,25 +11,22 @@ import torch
 import elasticstate as elastic
 from elasticstate import extension, present_world
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.types import Placement
-from elasticstate.net.messages import WorldView
+from elasticstate.core.types import Placement, World
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
-def second_of_two(monkeypatch: pytest.MonkeyPatch) -> WorldView:
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world of the slots 1 and 2 of one host, seen from slot 2."""
     for name in NAMES:
         monkeypatch.setenv(name, "1")  # so that monkeypatch restores the variable
     monkeypatch.setattr(present_world, "_present", None)
-    place = Placement(WorkerId("localhost", 2, 1), 1, 2, 2, False, 0, 1)
-    return msgspec.structs.replace(present_world.alone(), placement=place, size=2, local_place=1)
+    place = Placement(WorkerId("localhost", 2, 1), 1, 2, 2, 1, 0, 1)
+    return msgspec.structs.replace(present_world.alone(), members=(place,), size=2)
 
 
-def test_libraries_get_the_place_and_the_worker_its_slot(
-    second_of_two: WorldView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_get_the_place_and_the_worker_its_slot(second_of_two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     present_world.enter(second_of_two)
     assert os.environ["LOCAL_RANK"] == "1"
@@ -39,7 +36,7 @@ def test_libraries_get_the_place_and_the_worker_its_slot(
 
 
 def test_where_torch_sees_several_devices_libraries_get_the_slot(
-    second_of_two: WorldView, monkeypatch: pytest.MonkeyPatch
+    second_of_two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`` must not change the device of a survivor."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

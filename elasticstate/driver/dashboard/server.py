@@ -1,4 +1,6 @@
-"""HTTP server of the dashboard. Imported only with ``--dashboard``; runs on the driver's event loop.
+"""The dashboard of a driver: its HTTP server, open while the driver runs, and its history, kept for the next driver.
+
+Imported only with ``--dashboard``; runs on the driver's event loop.
 
 ``GET /`` is the page, without any data of the job. ``GET /events`` and ``GET /output`` are streams of server-sent
 events, whose number is limited. ``POST /drain`` and ``POST /end`` act. Each connection is for one request.
@@ -13,8 +15,8 @@ import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
@@ -25,11 +27,17 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from elasticstate.core.ids import SlotId, WorkerId
-from elasticstate.driver.dashboard.view import View, difference
+from elasticstate.driver.dashboard.view import History, View, decoded, difference
 from elasticstate.driver.output import Tails
+from elasticstate.driver.record import JobDirectory
+from elasticstate.driver.report import Fields, Report
+from elasticstate.errors import OptionError
+from elasticstate.failures import WorkerFailure
 from elasticstate.net.names import is_own_host
 from elasticstate.net.strangers import Crowd, Strangers
-from elasticstate.net.web import Visitor, WebPort
+from elasticstate.net.web import Visitor, WebPort, listening_socket, port_of
+from elasticstate.options.kinds import split_address
+from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
     import socket
@@ -181,7 +189,7 @@ class Viewers:
 
     @property
     def _quiet_until(self) -> float:
-        """Return the time of the next changes without an event, together with other looks of the driver (beats.py)."""
+        """Return the time of the next changes without an event, together with other looks of the driver."""
         return ceil(2 * (self._published_at + QUIET_INTERVAL_S)) / 2
 
     def _publish_at(self, at: float) -> None:
@@ -429,3 +437,75 @@ def _answer(status: int, text: str) -> web.Response:
 
 def _done(refusal: str) -> web.Response:
     return _answer(409, refusal) if refusal else _answer(200, "done")
+
+
+# ------------------------------------------------------------------------------------------------------------ dashboard
+
+
+_WRITE_INTERVAL_S = 0.5
+
+
+class Dashboard:
+    """A port that listens, and the history of the job. Raises OptionError."""
+
+    def __init__(self, address: str, last_port: int, directory: JobDirectory, report: Report) -> None:
+        """``last_port``: of the previous driver; 0: none. It is used again if the option leaves the port open."""
+        self._host, port = split_address(address)
+        try:
+            self._listening = listening_socket(self._host, port or last_port)
+        except OSError as error:
+            if port or not last_port:
+                raise OptionError(
+                    f"--dashboard: {address!r}: cannot listen there ({error.strerror}). Choose an address of this "
+                    "machine and a free port."
+                ) from None
+            self._listening = listening_socket(self._host, 0)
+        self.port = port_of(self._listening)
+        self.history = decoded(directory.history()) if directory.found is not None else History()
+        self._directory = directory
+        self._report = report
+        self._has_news = asyncio.Event()
+        self._server: DashboardServer | None = None
+        report.watch(self)
+
+    def event(self, name: str, fields: Fields, at: float) -> None:
+        self.history.event(name, fields, at)
+        self._has_changed()
+
+    def failure(self, failure: WorkerFailure, at: float) -> None:
+        self.history.failure(failure, at)
+        self._has_changed()
+
+    def line(self, text: str, at: float) -> None:
+        self.history.line(text, at)
+        self._has_changed()
+
+    @asynccontextmanager
+    async def served(
+        self, controls: Controls, token: str, requires_token: bool, strangers: Strangers
+    ) -> AsyncIterator[None]:
+        """Serve the page. ``requires_token``: seeing it needs the token over the loopback interface, too."""
+        self._server = server = DashboardServer(controls, token, requires_token)
+        await server.start(self._listening, strangers)
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        self._report.log(f"dashboard: http://{shown}:{self.port}/")
+        writing = asyncio.ensure_future(self._write_regularly())
+        try:
+            yield
+        finally:
+            writing.cancel()
+            await asyncio.wait({writing})
+            await server.close()
+
+    def _has_changed(self) -> None:
+        self._has_news.set()
+        if self._server is not None:
+            self._server.news()
+
+    async def _write_regularly(self) -> None:
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            with suppress(OSError):  # the next dashboard shows less
+                await in_thread(self._directory.write_history, msgspec.json.encode(self.history))
+            await asyncio.sleep(_WRITE_INTERVAL_S)

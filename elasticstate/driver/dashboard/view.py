@@ -12,14 +12,7 @@ import msgspec
 
 from elasticstate.core import event_file
 from elasticstate.core.diagnostics import why_empty
-from elasticstate.core.state import (
-    Host,
-    Over,
-    Phase,
-    Running,
-    Slot,
-    Worker,
-)
+from elasticstate.core.state import Host, Over, Phase, Running, Slot, Worker
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed
 from elasticstate.driver.job import JobState
@@ -27,7 +20,6 @@ from elasticstate.driver.status import DurableFigures, ShardsOverview, host_stat
 from elasticstate.failures import WorkerFailure
 
 # ---------------------------------------------------------------------------------------------------------- merge patch
-# JSON merge patches (RFC 7396): the difference between two views of a job.
 
 
 View = dict[str, Any]

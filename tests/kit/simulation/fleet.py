@@ -120,7 +120,7 @@ class Fleet:
                 self._start_worker(worker)
             case t.StopWorker(worker) | t.Leave(worker):
                 self.later(0.1, lambda: t.WorkerExited(worker, 1, None, 9))
-            case t.PublishWorld(world):
+            case t.World() as world:
                 self.worlds.append((self.now, world.size))
                 self.later(0.1, lambda: t.FromWorker(world.members[0].worker, t.First(world.generation)))
             case t.Hold(generation, number):

@@ -256,10 +256,10 @@ class Checker:
         self, before: Membership, after: Membership, effects: tuple[t.Effect, ...], effect: t.Effect, now: float
     ) -> None:
         if self._stopped:
-            begins = t.PublishWorld | t.StartWorker | t.StartAgent | t.Hold | t.End
+            begins = t.World | t.StartWorker | t.StartAgent | t.Hold | t.End
             assert not isinstance(effect, begins), "nothing begins in a job that is being stopped"
         match effect:
-            case t.PublishWorld(world):
+            case t.World() as world:
                 self._publish(before, after, world, now)
             case t.StartWorker(worker):
                 self._start(after, worker, now)
@@ -276,7 +276,7 @@ class Checker:
                 assert self._severed.pop(worker, 0) == generation > 0, "nobody but who is back, once"
             case t.Leave(worker):
                 assert isinstance(after.phase, Running | Waiting | Finishing | Over)
-                published = [e.world for e in effects if isinstance(e, t.PublishWorld)]
+                published = [e for e in effects if isinstance(e, t.World)]
                 assert all(worker != p.worker for world in published for p in world.members)
                 assert worker not in after.workers or after.workers[worker].gone
                 self.reached["leave"] += 1

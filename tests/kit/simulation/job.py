@@ -282,7 +282,7 @@ class Job:
             self._carry_out(effects[last])
             self.deaf = set(HOSTS)
             for effect in effects[last + 1 :]:
-                if isinstance(effect, t.PublishWorld):
+                if isinstance(effect, t.World):
                     self._carry_out(effect)
             self.deaf = set()
             self.restart.die()
@@ -304,7 +304,7 @@ class Job:
                 retained = self.retained.setdefault(worker.slot_id, Retained())
                 self.workers[worker] = self.new_worker(worker, content, retained)
                 self.restart.host_reports.started(worker)
-            case t.PublishWorld(world):
+            case t.World() as world:
                 if world.generation - 1 in self.groups:
                     self.groups[world.generation - 1].ticks_after = 0
                 self.groups[world.generation] = Group(world)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from elasticstate.core import types as t
-from elasticstate.core.worlds import keeper_of, keeps
 from tests.kit.simulation.job import HOSTS, Job
 from tests.kit.simulation.workers import Content, Failed, Group, OwnError, Retained, Worker
 
@@ -32,12 +31,12 @@ class OneCopyWorker(Worker):
 
     def _receive(self, group: Group, world: t.World) -> Iterator[bool]:
         rank = [placement.worker for placement in world.members].index(self.id)
-        self.keeps = keeps(world, rank)
+        self.keeps = world.keeps(rank)
         if self.keeps:
-            if any(keeps(world, lacking) for lacking in world.lacking):
+            if any(world.keeps(lacking) for lacking in world.lacking):
                 yield from super()._receive(group, world)
         elif rank in world.lacking:
-            yield from self._read(world, world.members[keeper_of(world, rank)].worker.slot_id)
+            yield from self._read(world, world.members[world.keeper_of(rank)].worker.slot_id)
 
     def _read(self, world: t.World, keeper: t.SlotId) -> Iterator[bool]:
         """Load the keeper's commit into the live state, as soon as it is sealed."""
@@ -108,8 +107,8 @@ class OneCopyJob(Job):
         return OneCopyWorker(*parts, names=7, slots=self.retained, reached=self.reached)
 
     def _carry_out(self, effect: t.Effect) -> None:
-        if isinstance(effect, t.PublishWorld):
-            self._see_world(effect.world)
+        if isinstance(effect, t.World):
+            self._see_world(effect)
         super()._carry_out(effect)
 
     def _see_world(self, world: t.World) -> None:

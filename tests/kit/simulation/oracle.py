@@ -41,7 +41,7 @@ def naive_placements(
                 rank=sum(before(other, worker) for other in workers if other != worker),
                 local_rank=worker.slot,
                 local_size=len(mates),
-                local_leader=not any(before(mate, worker) for mate in mates if mate != worker),
+                local_place=sum(before(mate, worker) for mate in mates if mate != worker),
                 cross_rank=sum(host_before(host, worker.host) for host in hosts if host != worker.host),
                 cross_size=len(hosts),
             )

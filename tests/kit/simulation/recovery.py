@@ -27,7 +27,7 @@ def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> 
     if isinstance(m.phase, Running):
         member = next(w for w in m.workers.values() if w.joined == m.generation and not w.gone)
         m, effects, _ = step(m, t.WorkerExited(member.id, 1, None, 9), now)
-        if any(isinstance(effect, t.PublishWorld) for effect in effects):
+        if any(isinstance(effect, t.World) for effect in effects):
             return
     members = [w for w in m.workers.values() if w.joined == m.generation > 0 and not w.gone]
     deaf = None
@@ -41,7 +41,7 @@ def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> 
             now = deadline
             assert now <= bound, f"{m.phase_name} waits for too long"
         m, effects, _ = step(m, t.Several(answers), now)
-        if any(isinstance(effect, t.PublishWorld) for effect in effects):
+        if any(isinstance(effect, t.World) for effect in effects):
             return
 
 

@@ -11,8 +11,7 @@ import msgspec
 
 from elasticstate.core import types as t
 from elasticstate.core.reattach import reattach
-from elasticstate.driver.reattach import Reattachment, newer
-from elasticstate.driver.record import Record
+from elasticstate.driver.record import Reattachment, Record, newer
 from elasticstate.net import messages
 from elasticstate.options import Options
 from tests.kit.simulation.partition import Cut
@@ -52,7 +51,7 @@ class Restart:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.host_reports = HostReports()
-        self.record = Record("job", "id", 1, "token", (), NOBODY, "/")
+        self.record = Record("job", "id", "token", (), NOBODY, "/", epoch=1)
         self.is_down = False
         self.is_about_to_die = False  # dies in the middle of the next effects
         self._since = 0.0

@@ -375,7 +375,7 @@ class Worker:
         """Take one message, as the sentinel does at any time between two steps of the main thread."""
         sentinel, message = self.sentinel, self.down.popleft()
         match message:
-            case t.PublishWorld(world):
+            case t.World() as world:
                 sentinel.world = world
             case t.Hold(generation, number) if generation == sentinel.generation:
                 sentinel.held = True
@@ -425,7 +425,7 @@ class Worker:
 
     def report(self) -> tuple[int, list[t.FromWorker]]:
         """Return the newest generation whose world the worker received, and its lasting messages since then."""
-        worlds = [message.world for message in self.down if isinstance(message, t.PublishWorld)]
+        worlds = [message for message in self.down if isinstance(message, t.World)]
         world = worlds[-1] if worlds else self.sentinel.world
         given = world.generation if world is not None else 0
         return given, [event for event in self.lasting if getattr(event.body, "generation", -1) == given]

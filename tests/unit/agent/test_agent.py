@@ -277,7 +277,7 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
 ASK = """
 import os
 from elasticstate.options import worker_environment
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
 told = worker_environment()
 link = WorkerLink(told.socket)
@@ -286,7 +286,7 @@ link._socket.setblocking(True)
 link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
 for size in (100_000, 1 << 60):
     link.send(messages.GrowBuffer(1, size))
-    print(codec.decode_to_worker(link._socket.recv(100_000)), flush=True)
+    print(messages.decode_to_worker(link._socket.recv(100_000)), flush=True)
 print(os.stat(told.commits + ".1.safetensors").st_size, flush=True)
 """
 

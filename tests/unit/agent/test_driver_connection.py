@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from elasticstate.core.ids import CommitId
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from tests.kit.agent import SEAL, SPEAK, Scene, W, play
 
 
@@ -88,7 +88,7 @@ def test_an_agent_obeys_no_driver_that_is_older_than_its_last_one(tmp_path: Path
         assert scene._streams[0].hello.epoch == 3
         scene.heard.clear()
         old = scene._streams.pop()
-        old.send(codec.encode(scene.spec("unused", epoch=2)))
+        old.send(messages.encode(scene.spec("unused", epoch=2)))
         await scene.until(lambda: bool(scene._streams), "the agent once more")
         assert scene.heard == [], "to the older one it has said nothing"
         scene.send(scene.spec("unused", epoch=4))

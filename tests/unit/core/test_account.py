@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from elasticstate.core import types as t
@@ -187,7 +188,7 @@ def left_behind(m: Membership, at: float, **changes: object) -> Remains:
         past=PastFigures(m.ledger.account.until(at), m.ledger.failures, m.ledger.total),
         seen_at=6.0,
     )
-    return replace(known, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(known, **changes)
 
 
 def reattached(remains: Remains) -> Membership:

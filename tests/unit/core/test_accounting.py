@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from elasticstate.core import types as t
@@ -209,7 +210,7 @@ def remains(**changes: object) -> Remains:
         has_ended=False,
         gate_is_open=False,
     )
-    return replace(known, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(known, **changes)
 
 
 A1 = t.WorkerId("a", 1, 2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.state import NEWCOMER, assign
+from elasticstate.core.state import NEWCOMER
+from elasticstate.core.worlds import assign
 from tests.kit.simulation.oracle import naive_placements
 
 

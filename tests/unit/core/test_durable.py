@@ -63,7 +63,7 @@ HOST_LOST = """
 
 
 def world_of(effects: list[t.Effect]) -> list[t.World]:
-    return [effect.world for effect in effects if isinstance(effect, t.PublishWorld)]
+    return [effect for effect in effects if isinstance(effect, t.World)]
 
 
 def test_an_unreachable_line_is_awaited_then_a_copy_decides() -> None:

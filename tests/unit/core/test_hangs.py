@@ -105,17 +105,17 @@ def test_the_next_world_awaits_the_reports_of_members_that_are_ready_for_the_gra
     m, _ = hung()
     ready = "10.2 " + " + ".join(f"ready a:{slot}#1 in=1" for slot in range(3))
     m, effects = drive(ready, m)
-    assert not any(isinstance(effect, t.PublishWorld) for effect in effects)
+    assert not any(isinstance(effect, t.World) for effect in effects)
     for rank in (0, 2):
         m, effects = reported(m, rank, everywhere(6))
         assert effects == []
     _, effects = reported(m, 1, everywhere(5))
     assert note(effects).get("missing") == [1]
-    assert isinstance(only(effects, t.PublishWorld), t.PublishWorld)
+    assert isinstance(only(effects, t.World), t.World)
     assert m.deadlines["reports on a hang"] == 10.0 + m.policy.failure_grace_s
     _, found, _ = step(m, t.TimePassed(), 10.0 + m.policy.failure_grace_s)
     assert note(list(found)).get("silent") == [1]
-    assert isinstance(only(list(found), t.PublishWorld), t.PublishWorld)
+    assert isinstance(only(list(found), t.World), t.World)
 
 
 def test_the_end_of_another_failure_requests_nothing() -> None:

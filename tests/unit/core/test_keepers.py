@@ -11,7 +11,7 @@ from elasticstate.core import types as t
 from elasticstate.core.commits import has_job_state
 from elasticstate.core.state import Draft, Worker
 from elasticstate.core.step import new_membership
-from elasticstate.core.worlds import choose_keepers, keeper_of, keeps
+from elasticstate.core.worlds import choose_keepers
 from tests.kit.policy import policy_of
 
 OLD, NEW, NONE = t.CommitId(1, 4), t.CommitId(2, 9), t.CommitId(0, 0)
@@ -26,11 +26,11 @@ def world(members: Sequence[Member], root: int, one_copy: bool = True) -> t.Worl
     for rank, (host, slot, _, drains) in enumerate(members):
         worker = t.WorkerId(host, slot, 1)
         d.add(Worker(worker, started_at=0.0, draining="notice" if drains else ""))
-        placements.append(t.Placement(worker, rank, slot, 1, True, 0, 1))
+        placements.append(t.Placement(worker, rank, slot, 1, 0, 0, 1))
     commits = [commit for _, _, commit, _ in members]
     lacking = [r for r, commit in enumerate(commits) if r != root and (commit != commits[root] or commit == NONE)]
     keepers = choose_keepers(d, placements, root, lacking, commits)
-    return t.World(3, tuple(placements), root, tuple(lacking), "s:1", keepers=keepers)
+    return t.World(3, tuple(placements), len(placements), root, t.as_runs(lacking), "s:1", keepers=keepers)
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_the_root_and_one_member_of_each_host_keep_commits(
     found = world(members, root)
     assert found.keepers == keepers
     for rank in range(found.size):
-        keeper = keeper_of(found, rank)
+        keeper = found.keeper_of(rank)
         assert keeper in keepers
         assert found.members[keeper].worker.host == found.members[rank].worker.host
-        assert keeps(found, rank) == (keeper == rank)
+        assert found.keeps(rank) == (keeper == rank)
 
 
 def test_without_the_option_every_member_keeps_commits() -> None:
     found = world([("a", 0, NEW, False), ("a", 1, NONE, False)], 0, one_copy=False)
     assert found.keepers == ()
-    assert keeps(found, 1)
-    assert keeper_of(found, 1) == 1
+    assert found.keeps(1)
+    assert found.keeper_of(1) == 1
 
 
 def test_a_follower_never_counts_as_a_holder_of_the_state() -> None:

@@ -38,7 +38,7 @@ def test_the_report_of_one_agent_is_enough_and_the_others_may_have_died_before_t
     assert line_of(m) is None, "host b is away"
     ready = " + ".join(f"ready {name} in=1 commit=1.0" for name in ("a:0#1", "a:1#1"))
     m, effects = drive(f"2.1 {ready}", m)
-    assert "PublishWorld" not in kinds(effects)
+    assert "World" not in kinds(effects)
     assert "host b has shards of b:0 of commit (1, 0)" in waiting_for(m, 2.2)
     _, effects = drive("3.0 agent-joined b 0=1.0 1=1.0", m)
     assert published(effects).line == t.CommitId(1, 0)
@@ -99,7 +99,7 @@ def test_the_job_waits_for_the_exit_report_of_a_killed_worker() -> None:
     m, effects = drive(DISTINCT + "2.0 unresponsive b:1#1", **FOUR)
     ready = " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in ("a:0#1", "a:1#1", "b:0#1"))
     m, effects = drive(f"2.1 {ready}", m)
-    assert "PublishWorld" not in kinds(effects), "its last report says (1, 0)"
+    assert "World" not in kinds(effects), "its last report says (1, 0)"
     m, effects = drive("2.2 exit b:1#1 signal=9 held=1.4,1.3", m)
     assert published(effects).line == t.CommitId(1, 4)
 
@@ -108,7 +108,7 @@ def test_the_job_waits_for_hosts_with_missing_shards_and_names_them() -> None:
     m, _ = drive(DISTINCT + "2.0 agent-lost b exited", **FOUR)
     ready = " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in ("a:0#1", "a:1#1"))
     m, effects = drive(f"2.1 {ready}", m)
-    assert "PublishWorld" not in kinds(effects)
+    assert "World" not in kinds(effects)
     assert "host b has shards of b:0 of commit (1, 4)" in waiting_for(m, 2.2)
     _, effects = drive("3.0 agent-joined b 0=1.4,1.3 1=1.4,1.3", m)
     assert published(effects).line == t.CommitId(1, 4)

@@ -169,7 +169,7 @@ def test_a_world_waits_for_the_late_one_that_alone_may_hold_a_commit() -> None:
     script += "\n4.1 answer a:0#1 in=1 ticks=3\n10.0 failure a:0#1 in=1\n70.0 time"
     m, effects = drive(script, np=1, min_np=1, max_np=2)
     assert m.phase_name == "WAITING"
-    assert "PublishWorld" not in kinds(effects)
+    assert "World" not in kinds(effects)
     m, effects = drive("71.0 ready a:0#1 in=1 commit=1.3", m)
     world = published(effects)
     assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
@@ -333,7 +333,7 @@ def test_who_boots_for_too_long_when_the_first_world_forms_gives_its_place_to_an
     script = "0.0 hosts a:2 b:2\n0.1 agent-joined a + agent-joined b\n0.2 ready a:0#1"
     m, _ = drive(script, np=3, min_np=2, max_np=3, start_timeout_s=20.0)
     _, effects = drive("20.1 ready b:0#1", m)
-    assert "PublishWorld" in kinds(effects)
+    assert "World" in kinds(effects)
     assert only(effects, t.StopWorker) == t.StopWorker(
         t.WorkerId("a", 1, 1), "not ready within --start-timeout of 20 s", kill=True
     )

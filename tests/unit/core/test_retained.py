@@ -37,7 +37,7 @@ def test_a_draining_host_that_retains_the_only_commit_is_used_once_more() -> Non
     m, effects = drive(script, np=1, min_np=1, max_np=2)
     assert "StopAgent" not in kinds(effects), "it would take the commit with it"
     m, effects = drive("9.1 ready b:0#1", m)
-    assert "PublishWorld" not in kinds(effects)
+    assert "World" not in kinds(effects)
     assert "EndJob" not in kinds(effects)
     assert m.workers[t.WorkerId("a", 0, 2)].draining
     m, effects = drive("11.0 ready a:0#2 commit=1.3", m)
@@ -80,7 +80,7 @@ def test_a_draining_worker_that_may_hold_the_newest_commit_is_not_stopped_while_
     assert m.generation == 2, "that of a was given up: it had not committed anything"
     assert "StopWorker" not in kinds(effects)
     m, effects = drive("503.0 ready b:0#2", m)
-    assert "PublishWorld" not in kinds(effects)
+    assert "World" not in kinds(effects)
     m, effects = drive("504.0 ready a:0#1 in=1 commit=1.2", m)
     world = published(effects)
     assert world.members[world.root].worker == t.WorkerId("a", 0, 1)

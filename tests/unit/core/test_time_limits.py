@@ -66,7 +66,7 @@ CASES = [
     Case("hold_timeout_s", RUNNING + "2.0 draining a:2#1", is_a(t.Release)),
     Case("stop_timeout_s", RUNNING + "2.0 stop SIGTERM", kills("a:0#1")),
     Case("gate_timeout_s", RUNNING + "2.0 gate a:0#1 in=1", fails_the_generation),
-    Case("join_window_s", "0.0 hosts a:3\n0.1 agent-joined a\n1.0 ready a:0#1\n2.0 ready a:1#1", is_a(t.PublishWorld)),
+    Case("join_window_s", "0.0 hosts a:3\n0.1 agent-joined a\n1.0 ready a:0#1\n2.0 ready a:1#1", is_a(t.World)),
     Case(
         "join_window_s",
         RUNNING + "2.0 hosts a:5\n50.0 ready a:3#1",
@@ -94,7 +94,7 @@ CASES = [
         "lease_s",
         "0.0 hosts a:2 b:1\n0.1 agent-joined a + agent-joined b\n1.0 ready a:0#1 + ready a:1#1 + ready b:0#1\n"
         "1.1 first a:0#1 in=1\n2.0 agent-unreachable b sent no heartbeat + ready a:0#1 in=1 + ready a:1#1 in=1",
-        is_a(t.PublishWorld),
+        is_a(t.World),
         value=1.25 * 8.0,
         policy=(("lease_s", 8.0),),
     ),
@@ -103,7 +103,7 @@ CASES = [
         "0.0 hosts a:1 b:1 c:2\n0.3 agent-joined a + agent-joined b + agent-joined c\n2.0 ready a:0#1 + ready b:0#1\n"
         "2.2 first a:0#1 in=1\n4.0 agent-unreachable a is silent + agent-unreachable b is silent\n5.0 time\n"
         "8.0 ready c:0#1 + ready c:1#1",
-        is_a(t.PublishWorld),
+        is_a(t.World),
         value=1.25 * (DEFAULTS.heartbeat_timeout_s + DEFAULTS.driver_timeout_s + DEFAULTS.stop_timeout_s),
         since=4.0,
         id="all are unreachable",

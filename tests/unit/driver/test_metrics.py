@@ -24,11 +24,11 @@ from elasticstate.core.step import Membership
 from elasticstate.core.types import CopyFigures
 from elasticstate.driver.job import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
-from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.status import overview_of
 from elasticstate.errors import OptionError
 from elasticstate.net.strangers import Strangers
 from elasticstate.options import read_options
+from elasticstate.plug_ins import load_with_library
 from tests.kit.core import ALL_KEPT, RUNNING, WHOLE_JOB, attach, drive
 from tests.kit.policy import policy_of
 from tests.kit.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
@@ -190,13 +190,8 @@ def test_an_address_in_use_is_an_error_of_the_option() -> None:
 def test_without_the_library_the_option_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "elasticstate.driver.metrics")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-
-    async def serve() -> None:
-        async with metrics_served("127.0.0.1:0", "j", job_state(over()), Strangers(5.0, print), print):
-            raise AssertionError("served without the library")
-
     with pytest.raises(OptionError, match=r"^--metrics: requires .*pip install 'elasticstate\[metrics\]'\.$"):
-        asyncio.run(serve())
+        load_with_library("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
 
 
 @pytest.mark.parametrize("text", ["x", "70000", "1.2.3.4", "localhost:9100", ""])

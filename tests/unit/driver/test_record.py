@@ -13,11 +13,10 @@ import msgspec
 import pytest
 
 from elasticstate.core.ids import CommitId, HostSlots, WorkerId
-from elasticstate.core.state import assign
 from elasticstate.core.step import new_membership, step
 from elasticstate.core.types import HostsDiscovered, World
-from elasticstate.driver.reattach import Keeper, first_record, next_record
-from elasticstate.driver.record import JobDirectory, Record, find_job
+from elasticstate.core.worlds import assign
+from elasticstate.driver.record import JobDirectory, Keeper, Record, find_job, first_record, next_record
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
 
@@ -92,7 +91,7 @@ def test_what_a_killed_driver_has_written_is_found_by_the_next_one() -> None:
         a_record(),
         hosts=(HostSlots("a", 2),),
         agents=("a",),
-        world=World(3, members, 0, (1,), "127.0.0.1:9"),
+        world=World(3, members, 2, 0, ((1, 2),), "127.0.0.1:9"),
         ages=(0, 1),
         next_age=2,
         highest=CommitId(2, 7),

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import HostSlots
-from elasticstate.discovery import host_source
-from elasticstate.driver.discovery import Discovery
+from elasticstate.discovery import Discovery, host_source
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.options import Options, read_options
 from tests.kit.kubernetes import ApiServer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.launchers import HostLaunchers
-from elasticstate.launchers.ssh import SshLauncher
+from elasticstate.launchers.command import SshLauncher
 from elasticstate.net.names import (
     address_of,
     is_loopback,

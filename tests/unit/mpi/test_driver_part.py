@@ -18,8 +18,8 @@ from elasticstate.net import messages
 from elasticstate.options import Options
 
 DEAD, LIVING = WorkerId("b", 0, 1), WorkerId("b", 1, 1)
-MEMBERS = tuple(Placement(WorkerId(host, 0, 1), rank, 0, 1, True, rank, 2) for rank, host in enumerate("ab"))
-WORLD = World(1, MEMBERS, 0, (), "")
+MEMBERS = tuple(Placement(WorkerId(host, 0, 1), rank, 0, 1, 0, rank, 2) for rank, host in enumerate("ab"))
+WORLD = World(1, MEMBERS, 2, 0, (), "")
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 0, None)
 HOST_REPORT = messages.HostReport(
     (), tuple(messages.WorkerReport(worker, pid, 1, STAMP, ()) for pid, worker in enumerate((DEAD, LIVING), start=7))

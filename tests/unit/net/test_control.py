@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.net import codec, messages, strangers
+from elasticstate.net import messages, strangers
 from elasticstate.net.control import (
     AgentStream,
     ControlServer,
@@ -98,7 +98,7 @@ def test_both_directions_are_first_in_first_out() -> None:
         assert driver.received == said
         orders = [messages.StartWorker(WorkerId("h", slot, 1)) for slot in range(50)]
         for order in orders:
-            driver.streams[0].send(codec.encode(order))
+            driver.streams[0].send(order)
         assert [await agent.receive() for _ in orders] == orders
         await agent.close()
         await driver.until(lambda: len(driver.lost) == 1)
@@ -124,9 +124,9 @@ def test_beats_say_that_the_other_end_lives_and_nothing_else() -> None:
         agent = await agent_at(port)
         await driver.until(lambda: bool(driver.streams))
         before = agent.received_at
-        driver.streams[0].heartbeat()
+        driver.streams[0].write(b"")
         await driver.until(lambda: agent.received_at > before)
-        driver.streams[0].send(codec.encode(messages.Shutdown("over")))
+        driver.streams[0].send(messages.Shutdown("over"))
         assert await agent.receive() == messages.Shutdown("over")
         await agent.close()
 
@@ -218,10 +218,10 @@ def test_a_stranger_that_trusts_anybody_is_refused() -> None:
         for trust in (None, Trust("u" * 32)):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if trust is None else trust.client
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            stream, queue = await dial(f"{LOCALHOST}:{port}", context, NAME, 5.0)
-            stream.send(codec.encode(HELLO))
+            stream = await dial(f"{LOCALHOST}:{port}", context, NAME, 5.0)
+            stream.send(HELLO)
             with pytest.raises(ConnectionError):
-                await queue.get()
+                await stream.get()
         await driver.until(lambda: len(driver.turned_away) == 2)
         assert driver.streams == []
         assert "certificate" in driver.turned_away[0]
@@ -275,11 +275,11 @@ def test_the_first_message_must_be_a_hello() -> None:
 
 def test_what_is_no_message_ends_the_stream() -> None:
     async def scenario(driver: Driver, port: int) -> None:
-        stream, queue = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
-        stream.send(codec.encode(HELLO))
-        stream.send(b"rubbish")
+        stream = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
+        stream.send(HELLO)
+        stream.write(b"rubbish")
         with pytest.raises(ConnectionError):
-            await queue.get()
+            await stream.get()
         await driver.until(lambda: len(driver.lost) == 1)
         assert "received a malformed message" in driver.lost[0]
 
@@ -330,7 +330,7 @@ def test_who_proves_nothing_in_time_is_turned_away() -> None:
         silent, half, slow = (socket.create_connection((LOCALHOST, port)) for _ in range(3))
         hello = _client_hello()
         half.sendall(hello[: len(hello) // 2])
-        proven, _ = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
+        proven = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
         for i in range(len(hello)):
             with suppress(ConnectionError):  # the driver may refuse it before the others
                 slow.sendall(hello[i : i + 1])

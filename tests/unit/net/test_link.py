@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
 
 W = WorkerId("h", 0, 1)
@@ -85,7 +85,7 @@ def test_a_worker_reads_without_blocking_and_sees_the_end_of_its_agent(tmp_path:
         await agent.until(lambda: agent.socket.is_connected(W))
         with pytest.raises(BlockingIOError):
             link.receive()
-        agent.socket.send(W, codec.encode_to_worker(messages.Hold(4)))
+        agent.socket.send(W, messages.encode_to_worker(messages.Hold(4)))
         assert link.receive() == messages.Hold(4)
         agent.socket.close()
         assert link.receive() is None
@@ -101,7 +101,7 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
         await agent.until(lambda: agent.socket.is_connected(W))
         lasting = [messages.End(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
         for order in lasting:
-            agent.socket.send(W, codec.encode_to_worker(order))
+            agent.socket.send(W, messages.encode_to_worker(order))
         got = []
         while len(got) < len(lasting):
             try:
@@ -145,7 +145,7 @@ def test_nobody_takes_the_place_of_a_connected_worker(tmp_path: Path) -> None:
         other.send(HELLO)
         await agent.until(lambda: bool(agent.complaints))
         assert "which is connected" in agent.complaints[0]
-        agent.socket.send(W, codec.encode_to_worker(messages.OpenGate(1)))
+        agent.socket.send(W, messages.encode_to_worker(messages.OpenGate(1)))
         assert link.receive() == messages.OpenGate(1)
         link.close()
         other.close()
@@ -201,7 +201,7 @@ def test_a_worker_can_poll_its_link(tmp_path: Path) -> None:
         poller = select.poll()
         poller.register(link.fileno(), select.POLLIN)
         assert poller.poll(0) == []
-        agent.socket.send(W, codec.encode_to_worker(messages.Leave(W)))
+        agent.socket.send(W, messages.encode_to_worker(messages.Leave(W)))
         assert [fd for fd, _ in poller.poll(1000)] == [link.fileno()]
         link.close()
 

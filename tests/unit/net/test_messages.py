@@ -7,22 +7,21 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import Placement
-from elasticstate.net import codec, messages
-from elasticstate.net.messages import as_runs, from_runs
+from elasticstate.core.types import Placement, as_runs, from_runs
+from elasticstate.net import messages
 
 W = WorkerId("h", 0, 1)
-WORLD = messages.WorldView("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0, False)
+WORLD = messages.World(3, (Placement(W, 0, 0, 1, 0, 0, 1),), 1, 0, ((0, 2),), "h:1", keepers=(0, 3))
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 2, CommitId(1, 2))
 SAID = [
-    (codec.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
+    (messages.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
     (
-        codec.decode_from_agent,
+        messages.decode_from_agent,
         messages.HostReport(((0, CommitId(1, 1)),), (messages.WorkerReport(W, 1, 1, STAMP, ()),)),
     ),
-    (codec.decode_from_agent, messages.FromWorker(W, messages.Ready(1, None, CommitId(1, 1), "h:1", 2, 0.5))),
-    (codec.decode_to_agent, messages.WorldsOnHost(((W, WORLD),))),
-    (codec.decode_to_agent, messages.ToWorkers(None, messages.End(1, None, "x"))),
+    (messages.decode_from_agent, messages.FromWorker(W, messages.Ready(1, None, CommitId(1, 1), "h:1", 2, 0.5))),
+    (messages.decode_to_agent, WORLD),
+    (messages.decode_to_agent, messages.ToWorkers(None, messages.End(1, None, "x"))),
 ]
 
 
@@ -40,10 +39,10 @@ def test_what_all_but_one_lack_is_short() -> None:
 @pytest.mark.parametrize(("decode", "message"), SAID)
 def test_a_message_comes_out_as_it_went_in(decode: object, message: object) -> None:
     assert callable(decode)
-    assert decode(codec.encode(message)) == message
+    assert decode(messages.encode(message)) == message
 
 
-@pytest.mark.parametrize("decode", [codec.decode_opening, codec.decode_from_agent, codec.decode_to_agent])
+@pytest.mark.parametrize("decode", [messages.decode_opening, messages.decode_from_agent, messages.decode_to_agent])
 @given(data=st.binary(max_size=200))
 @settings(max_examples=300)
 def test_rubbish_is_no_message(decode: object, data: bytes) -> None:
@@ -57,7 +56,7 @@ def test_rubbish_is_no_message(decode: object, data: bytes) -> None:
 def test_a_damaged_message_is_refused_or_is_another_valid_one(said: tuple[object, object], data: st.DataObject) -> None:
     decode, message = said
     assert callable(decode)
-    whole = bytearray(codec.encode(message))
+    whole = bytearray(messages.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     cut = whole[: data.draw(st.integers(0, len(whole)))]
@@ -66,5 +65,5 @@ def test_a_damaged_message_is_refused_or_is_another_valid_one(said: tuple[object
             found = decode(damaged)
         except msgspec.DecodeError:
             continue
-        again = codec.encode(found)  # compares bytes, because a damaged number may be NaN, which equals nothing
-        assert codec.encode(decode(again)) == again
+        again = messages.encode(found)  # compares bytes, because a damaged number may be NaN, which equals nothing
+        assert messages.encode(decode(again)) == again

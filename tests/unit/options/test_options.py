@@ -13,7 +13,8 @@ import pytest
 
 from elasticstate.core.ids import HostSlots, WorkerId
 from elasticstate.core.policy import Policy
-from elasticstate.driver.spec import job_spec
+from elasticstate.core.types import MemberOptions
+from elasticstate.driver.driver import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.messages import Launch
@@ -255,7 +256,7 @@ def test_only_the_options_declare_defaults() -> None:
     """The notice times are no options. The sizes of buffers and the like are no options, either."""
     assert {each.name for each in fields(Policy) if each.default is not MISSING} == {*NO_OPTIONS, "hold_timeout_s"}
     names = {each.name for each in fields(Options)}
-    carriers = (messages.JobSpec, messages.WorldView, Launch)
+    carriers = (messages.JobSpec, MemberOptions, Launch)
     carried = [(f.name, f.default) for kind in carriers for f in msgspec.structs.fields(kind) if f.name in names]
     carried += [(f.name, f.default) for f in fields(WorkerEnvironment) if f.name in names]
     assert carried

@@ -180,7 +180,7 @@ def test_a_world_with_a_line_requires_attach_before_commits_and_ticks() -> None:
 
 def world_after(state: Any, slots: int = 1, line: CommitId = LINE) -> World:
     """Return a world that starts from the commits of a state, which are in slot 0."""
-    world = World(1, 2, line=line, sources=tuple((source(7, slot, line), "") for slot in range(slots)))
+    world = World(1, 2, line=line, sources=tuple(source(7, slot, line) for slot in range(slots)))
     world.reader = SnapshotCopies(lambda slot: committer_of(state).snapshot)
     return world
 
@@ -241,7 +241,7 @@ def before_growth(file_storage: Callable[..., FileStorage]) -> tuple[Any, torch.
         state.commit()
     reader = Watched(source_state, state)
     line = CommitId(1, 0)
-    world = World(1, 2, line=line, sources=((source(7, 0, line), ""),))
+    world = World(1, 2, line=line, sources=(source(7, 0, line),))
     world.reader = reader
     committer_of(state).use_session(Member(world))
     return state, model, reader

@@ -11,13 +11,14 @@ import pytest
 
 from elasticstate import _native
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.types import Placement
+from elasticstate.core.types import MemberOptions, Placement
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.worker import sentinel as sentinel_module
 from elasticstate.worker.sentinel import Sentinel
 
 ME = WorkerId("h", 0, 1)
+PLACE = Placement(ME, 0, 0, 1, 0, 0, 1)
 LONG_S = 10.0
 
 
@@ -38,8 +39,8 @@ class Context:
         return self.failure
 
 
-def world(generation: int) -> messages.WorldView:
-    return messages.WorldView("job", generation, Placement(ME, 0, 0, 1, True, 0, 1), 1, 0, (), "h:1", 60.0, 60.0, False)
+def world(generation: int) -> messages.World:
+    return messages.World(generation, (PLACE,), 1, 0, (), "h:1", options=MemberOptions(60.0, 60.0, False, False))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from elasticstate.worker.loop import store_address
 def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_the_network() -> None:
     """The peers of rank 0 connect to the store at the host's address; rank 0 uses another address."""
     server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    place = Placement(WorkerId("c", 0, 1), 0, 0, 1, True, 0, 1)
+    place = Placement(WorkerId("c", 0, 1), 0, 0, 1, 0, 0, 1)
     context = GlooContext()
     context.watch_store(store_address(present_world.fixed(place, 2, f"192.0.2.1:{server.port}")))
     waiting = threading.Event()
@@ -46,5 +46,5 @@ def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_t
 
 
 def test_the_others_find_it_at_the_address_of_rank_0() -> None:
-    place = Placement(WorkerId("b", 0, 1), 1, 0, 1, True, 0, 1)
+    place = Placement(WorkerId("b", 0, 1), 1, 0, 1, 0, 0, 1)
     assert store_address(present_world.fixed(place, 2, "192.0.2.1:7")) == ("192.0.2.1", 7)

@@ -16,21 +16,21 @@ import pytest
 
 from elasticstate import _native
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import Placement
+from elasticstate.core.types import MemberOptions, Placement
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
 
 GENERATION = 3
 ME = WorkerId("h", 0, 1)
-PLACE = Placement(ME, 0, 0, 1, True, 0, 1)
+PLACE = Placement(ME, 0, 0, 1, 0, 0, 1)
 LONG_S = 20.0
 
 
-def world(generation: int) -> messages.WorldView:
-    return messages.WorldView("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0, False)
+def world(generation: int) -> messages.World:
+    return messages.World(generation, (PLACE,), 1, 0, (), "h:1", options=MemberOptions(60.0, 60.0, False, False))
 
 
 class Worker:
@@ -47,11 +47,11 @@ class Worker:
         self.failure: BaseException | None = None
 
     def hear(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(codec.encode_to_worker(message))
+        self.agent.send(messages.encode_to_worker(message))
 
     def said(self) -> messages.FromWorkerBody:
         """Return the next message."""
-        return codec.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))  # type: ignore[no-any-return]
+        return messages.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))  # type: ignore[no-any-return]
 
     def answer(self) -> messages.HoldAnswer:
         while True:
@@ -396,7 +396,7 @@ def test_times_of_the_first_tick_and_of_commits_are_reported(worker: Worker) -> 
 
 
 def test_the_numbers_are_those_of_the_messages() -> None:
-    assert {kind.name: kind.value for kind in codec.MessageKind} == _native.Sentinel.MESSAGE_KINDS
+    assert {kind.name: kind.value for kind in messages.MessageKind} == _native.Sentinel.MESSAGE_KINDS
     assert {place.name: place.value for place in messages.Place} == _native.Sentinel.PLACES
 
 
@@ -458,7 +458,7 @@ def test_a_message_that_no_socket_takes_is_refused(worker: Worker) -> None:
     ("rubbish", "complaint"),
     [
         (b"short", "no head, only 5 bytes"),
-        (codec.MESSAGE_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
+        (messages.MESSAGE_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
         (bytes(MAX_DATAGRAM_BYTES + 1), "longer than"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import pytest
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.net import messages
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from tests.kit.pages import page_at
 
@@ -30,8 +30,8 @@ import gc
 gc.disable()  # imports make no garbage
 import ctypes, os, signal, socket, sys, threading, time
 from elasticstate import _native
-from elasticstate.core.types import Placement, WorkerId
-from elasticstate.net import codec, messages
+from elasticstate.core.types import MemberOptions, Placement, WorkerId
+from elasticstate.net import messages
 from elasticstate.worker.sentinel import Sentinel
 gc.enable()
 
@@ -43,8 +43,9 @@ def say(text):
     os.write(1, text.encode() + b"\\n")
 
 def enter():
-    place = Placement(WorkerId("h", 0, 1), 0, 0, 1, True, 0, 1)
-    world = messages.WorldView("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0, False)
+    place = Placement(WorkerId("h", 0, 1), 0, 0, 1, 0, 0, 1)
+    options = MemberOptions(60.0, 60.0, False, False)
+    world = messages.World({GENERATION}, (place,), 1, 0, (), "127.0.0.1:" + sys.argv[3], options=options)
     sentinel.enter(world, Context)
     sentinel.begin_training()
 
@@ -92,11 +93,11 @@ class Process:
         self.hear(messages.Hello)
 
     def tell(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(codec.encode_to_worker(message))
+        self.agent.send(messages.encode_to_worker(message))
 
     def hear(self, kind: type[M]) -> M:
         """Receive the next message, and check that it is of this kind."""
-        message = codec.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))
+        message = messages.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))
         assert isinstance(message, kind)
         return message
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.net.agent_status import ask_agent
+from elasticstate.net.link import ask_agent
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pyte
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticstate.screen.painter import Painter
+from elasticstate.driver.painter import Painter
 
 PARTS = ("generation 3", "4 workers on 2 hosts", "tick 1,284", "5.1 ticks/s")
 LINE = " · ".join(PARTS)

@@ -1,16 +1,26 @@
-"""Bytes for a terminal: output passes unchanged, and one line stays below it.
+"""The process that writes to the terminal of ``elasticrun`` while a live line is at its bottom.
 
-The line is drawn in the row below the cursor, and is erased before the next output. So the row of the cursor is empty
-above the line while no output is open, and has what the user types. Output is never parsed for its meaning, so
-colours, progress bars and lines without an end are those of the sender. Only these facts are taken from it: how many
-rows below the cursor belong to it (nested progress bars move the cursor up), how wide its open line is, and if it ends
-inside a sequence. Only one thing is added to it: a line that is written over a progress bar erases the bar first.
+``python -m elasticstate.driver.painter OUTPUT LINE ANSWER``: descriptors of pipes. The terminal is stdout. A process of
+its own: a terminal that nobody reads holds only this process, and the agents of a dead driver go on writing through it.
+It ends when no process can write to OUTPUT any more.
+
+Output passes unchanged, and one line stays below it. The line is drawn in the row below the cursor, and is erased
+before the next output. So the row of the cursor is empty above the line while no output is open, and has what the user
+types. Output is never parsed for its meaning, so colours, progress bars and lines without an end are those of the
+sender. Only these facts are taken from it: how many rows below the cursor belong to it (nested progress bars move the
+cursor up), how wide its open line is, and if it ends inside a sequence. Only one thing is added to it: a line that is
+written over a progress bar erases the bar first.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import select
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from os import terminal_size
 
 from rich.cells import cell_len
@@ -110,3 +120,69 @@ class Painter:
         with self._console.capture() as capture:
             self._console.print(text, end="", no_wrap=True, crop=True)
         return capture.get().encode(errors="replace")
+
+
+_CHUNK_BYTES = 64 * 1024
+_STALE_MS = 2000  # a driver that is stopped or stuck sends no line
+
+
+class _Terminal:
+    """Terminal with output and a line, from three pipes."""
+
+    def __init__(self, output: int, line: int, answer: int) -> None:
+        self._output, self._line, self._answer = output, line, answer
+        self._has_output = True
+        self._has_driver = True
+        self._painter = Painter(lambda: os.get_terminal_size(1))
+        os.set_blocking(output, False)
+
+    def run(self) -> None:
+        poller = select.poll()
+        poller.register(self._output, select.POLLIN)
+        poller.register(self._line, select.POLLIN)
+        while self._has_output:
+            ready = [fd for fd, _ in poller.poll(_STALE_MS if self._has_driver else None)]
+            if not ready:
+                _write(self._painter.line(()))
+            if self._output in ready:
+                self._pass_output()
+            if self._line in ready:
+                self._read_lines()
+                if not self._has_driver:
+                    poller.unregister(self._line)
+        _write(self._painter.line(()))
+
+    def _pass_output(self) -> None:
+        """Pass a piece of the output to the terminal, if there is any."""
+        try:
+            data = os.read(self._output, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self._has_output = bool(data)
+        if data:
+            _write(self._painter.output(data))
+
+    def _read_lines(self) -> None:
+        """Show the newest line. At a request, and at the end of the driver, remove the line, then answer."""
+        data = os.read(self._line, _CHUNK_BYTES)  # whole lines: the driver's writes are atomic
+        self._has_driver = bool(data)
+        parts: Sequence[str] | None = json.loads(data.splitlines()[-1]) if data else None
+        if not self._has_driver:
+            self._pass_output()  # all that the driver has written: a pipe holds no more than one piece
+            self._pass_output()  # finds the end, if there is no other process
+        _write(self._painter.line(parts or ()))
+        if parts is None:
+            with suppress(BrokenPipeError):  # the driver has died
+                os.write(self._answer, b"+" if self._has_output else b"-")
+
+
+def _write(data: bytes) -> None:
+    while data:
+        select.select([], [1], [])  # another process may have made the shared file description non-blocking
+        with suppress(BlockingIOError):
+            data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    with suppress(OSError):  # the terminal is gone
+        _Terminal(*map(int, sys.argv[1:])).run()

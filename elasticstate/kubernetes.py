@@ -1,4 +1,11 @@
-"""The pods of a label selector as hosts. Their agents dial in, and bring their own numbers of slots."""
+"""Jobs in pods of Kubernetes: agents dial in from their pods, and the driver watches these pods.
+
+``elasticrun --listen 0.0.0.0:7000 --token-file F --pod-selector app=elastic-agents -np 2 train.py`` in a pod whose
+service account may list and watch pods. docs/guides/kubernetes.md describes it, and deploy/kubernetes/ has the
+manifests.
+
+A thread lists the present pods of the label selector, and then watches them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +23,6 @@ from elasticstate.errors import OptionError
 from elasticstate.options import Options
 from elasticstate.threads import in_thread
 
-# The present pods of a label selector, kept by a thread that lists and then watches them.
-#
 # The API server ends each watch after some time, and the next one continues from the last version that this one has
 # seen. A version that is too old (410 Gone), and any other error, makes the thread list the pods again.
 

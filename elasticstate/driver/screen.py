@@ -33,7 +33,7 @@ class Screen:
         self.terminal = os.dup(2)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elasticstate.screen", *map(str, (reading, line, answer))],
+                [sys.executable, "-m", "elasticstate.driver.painter", *map(str, (reading, line, answer))],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 cwd=Path(__file__).parents[2],  # first in sys.path: the process imports this very package

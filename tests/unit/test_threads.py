@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 
-from elasticstate.driver.beats import next_beat
+from elasticstate.threads import next_beat
 from tests.kit.driver import Clock
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import HostSlots
-from elasticstate.discovery import DiscoveryFault, Hosts, host_source
-from elasticstate.discovery.sources import parse_hosts, run_script
-from elasticstate.driver.discovery import Discovery
+from elasticstate.discovery import Discovery, DiscoveryFault, Hosts, host_source, parse_hosts, run_script
 from elasticstate.errors import DiscoveryError
 from elasticstate.options import Options, options as declared, read_options
 
