@@ -237,7 +237,7 @@ class DurableFailed(Message, frozen=True):
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 1
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
