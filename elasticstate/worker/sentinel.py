@@ -20,7 +20,6 @@ from typing import NoReturn, Protocol, TypeVar
 from elasticstate import _native, tracebacks
 from elasticstate.compat import standard_library
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import Collective
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
 from elasticstate.net import codec, messages
@@ -357,7 +356,7 @@ class Sentinel:
         from elasticstate.compat import process_groups  # here, so that this module can be imported without torch
 
         stack = standard_library.stack_of(threading.main_thread())
-        entered = tuple(Collective(*record) for record in process_groups.last_collectives(self._entered_ns))
+        entered = process_groups.last_collectives(self._entered_ns)
         where = text or "".join(stack.format())
         line = "" if text else tracebacks.line_of(stack)
         self.send(messages.CollectivesReport(generation, entered, where[-_LONGEST_STACK:], line))

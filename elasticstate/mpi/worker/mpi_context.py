@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.distributed as dist
 from mpi4py import MPI
@@ -83,7 +84,7 @@ class MpiContext(Context):
         assert builder is not None, "prepare() comes first"
         world = self._create_on_thread(lambda: builder.build(rendezvous), rendezvous.init_timeout)
         self._rendezvous, self._progress, self._world = rendezvous, Progress(), world
-        self._restore_torch = use_as_mpi_backend(_GroupFactory(self))
+        self._restore_torch = use_as_mpi_backend(SimpleNamespace(create=self.subgroup))
         self._groups.create("mpi", rendezvous.collective_timeout)
 
     def _create_on_thread(self, make: Callable[[], MPI.Intracomm], timeout: timedelta) -> MPI.Intracomm:
@@ -101,8 +102,8 @@ class MpiContext(Context):
             raise error
         return made[0]
 
-    def group(self, ranks: Sequence[int]) -> MpiGroup:
-        """Return a torch process group of these ranks of the world; of all ranks, if ``ranks`` is empty."""
+    def subgroup(self, ranks: Sequence[int]) -> MpiGroup:
+        """Return a group of these ranks of the world; of all ranks, if ``ranks`` is empty, as torch's default group."""
         if self._severed:
             raise CollectiveError("the generation has ended")
         assert self._world is not None
@@ -114,9 +115,6 @@ class MpiContext(Context):
             comm = self._create_on_thread(lambda: group_of(world, ranks, lambda: self._severed), timeout)
             self._subgroups.append(comm)
         return MpiGroup(comm, self._progress, timeout)
-
-    def subgroup(self, ranks: tuple[int, ...]) -> MpiGroup:
-        return self.group(ranks)
 
     def destroy(self, by_plan: bool = False) -> None:
         if self._progress is not None:
@@ -159,14 +157,3 @@ class MpiContext(Context):
 
     def broken(self) -> bool:
         return self._severed or (self._progress is not None and self._progress.has_failed)
-
-
-class _GroupFactory:
-    """Replacement for torch's class ``ProcessGroupMPI``, as long as a generation exists."""
-
-    def __init__(self, context: MpiContext) -> None:
-        self._context = context
-
-    def create(self, ranks: Sequence[int]) -> MpiGroup:
-        """Return a new group. torch calls it without ranks for the default group."""
-        return self._context.group(ranks)
