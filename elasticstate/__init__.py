@@ -11,7 +11,7 @@
 
     train(state)
 
-The names are loaded when they are first used: the driver and the agents, which import this package too, never load
+Most names are loaded when they are first used: the driver and the agents, which import this package too, never load
 torch.
 """
 
@@ -20,27 +20,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from elasticstate import errors, tracebacks
+from elasticstate import tracebacks
+from elasticstate.errors import (
+    CollectiveError,
+    CommitStorageError,
+    CopyError,
+    DiscoveryError,
+    ElasticError,
+    HostsUpdatedInterrupt,
+    NotInWorldError,
+    OptionError,
+    StateDivergedError,
+    StateError,
+    StateLostError,
+    StateMisfitError,
+    UnknownValueError,
+    UnreachableError,
+    UsageError,
+    WorkerFailedError,
+)
 
 if TYPE_CHECKING:
-    from elasticstate.errors import (
-        CollectiveError,
-        CommitStorageError,
-        CopyError,
-        DiscoveryError,
-        ElasticError,
-        HostsUpdatedInterrupt,
-        NotInWorldError,
-        OptionError,
-        StateDivergedError,
-        StateError,
-        StateLostError,
-        StateMisfitError,
-        UnknownValueError,
-        UnreachableError,
-        UsageError,
-        WorkerFailedError,
-    )
     from elasticstate.launching import launch
     from elasticstate.present_world import (
         cross_rank,
@@ -61,46 +61,17 @@ if TYPE_CHECKING:
     from elasticstate.worker.record import ErrorHandler, record
     from elasticstate.worker.run import run
 
-_HOMES = {
-    "elasticstate.errors": (
-        "CollectiveError",
-        "CommitStorageError",
-        "CopyError",
-        "DiscoveryError",
-        "ElasticError",
-        "HostsUpdatedInterrupt",
-        "NotInWorldError",
-        "OptionError",
-        "StateDivergedError",
-        "StateError",
-        "StateLostError",
-        "StateMisfitError",
-        "UnknownValueError",
-        "UnreachableError",
-        "UsageError",
-        "WorkerFailedError",
-    ),
-    "elasticstate.launching": ("launch",),
-    "elasticstate.state.loader": ("ElasticDataLoader",),
-    "elasticstate.state.base": ("ObjectState", "State"),
-    "elasticstate.state.sampler": ("ElasticSampler",),
-    "elasticstate.state.torch": ("TorchState",),
-    "elasticstate.worker.record": ("ErrorHandler", "record"),
-    "elasticstate.worker.run": ("run",),
-    "elasticstate.present_world": (
-        "cross_rank",
-        "cross_size",
-        "device",
-        "generation",
-        "local_leader",
-        "local_rank",
-        "local_size",
-        "rank",
-        "size",
-        "world",
-    ),
+_HOMES = {  # the others that are loaded later are of present_world
+    "ElasticDataLoader": "state.loader",
+    "ElasticSampler": "state.sampler",
+    "ErrorHandler": "worker.record",
+    "ObjectState": "state.base",
+    "State": "state.base",
+    "TorchState": "state.torch",
+    "launch": "launching",
+    "record": "worker.record",
+    "run": "worker.run",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CollectiveError",
@@ -142,15 +113,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     tracebacks.install()
     try:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'present_world')}"), name)
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._native":
             raise
-        raise errors.UsageError(
+        raise UsageError(
             f"elasticstate was imported from {__path__[0]}, where its native module is not compiled. Move the script "
             "out of the folder of the sources, or compile the module there with pip install -e ."
         ) from None

@@ -10,7 +10,7 @@
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
         0.error                exception that ended its worker (tracebacks.py)
-        0.result               for launch(): result of its function (agent/supply.py)
+        0.result               for launch(): result of its function (agent/host_storage.py)
 
 The agent opens each of these files once and passes descriptors to its workers: no process looks up a name that another
 user may have taken since (private.py). If another user has taken the name of the directory, the agent appends ``~1``,

@@ -12,10 +12,10 @@ import shlex
 import signal
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[#~={}!\n]")
 _MOST_OUTPUT_BYTES = 4 * 1024 * 1024
@@ -135,6 +135,19 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
     while data := await stream.read(1 << 16):
         if len(kept) < _MOST_OUTPUT_BYTES:
             kept += data
+
+
+@asynccontextmanager
+async def reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
+    """Give a reader of a pipe, which is closed at the end of the context."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    try:
+        yield reader
+    finally:
+        transport.close()
 
 
 async def ended_child(pid: int) -> None:

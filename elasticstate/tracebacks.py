@@ -22,9 +22,6 @@ from typing import Any, NamedTuple
 
 from elasticstate.errors import NotInWorldError, OptionError, StateError, UnreachableError, UsageError
 
-# ----------------------------------------------------------------------------------------------------------- tracebacks
-
-
 _CAUSED_BY_THE_SCRIPT = (NotInWorldError, OptionError, StateError, UnreachableError, UsageError)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _OPTIMIZERS = os.path.join(os.sep, "torch", "optim", "")
@@ -107,10 +104,6 @@ def _without_calls_of_the_script(trace: TracebackType | None) -> TracebackType |
         if index not in calls:
             rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rest
-
-
-# ---------------------------------------------------------------------------------------------------------- error chain
-# The chain of an exception: the exceptions that it was raised from.
 
 
 def error_chain(error: BaseException, shown_only: bool = False) -> list[BaseException]:

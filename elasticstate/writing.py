@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from elasticstate.core.ids import WorkerId
 from elasticstate.net.messages import OutputTrouble
 
-# -------------------------------------------------------------------------------------------------------------- writing
-
-
 BLOCKED_S = 2.0
 """Seconds after which a single write counts as blocked."""
 _RETRY_INTERVAL_S = 0.25
@@ -190,10 +187,6 @@ def _set(woken: asyncio.Future[None]) -> None:
         woken.set_result(None)
 
 
-# --------------------------------------------------------------------------------------------------------- output watch
-# Reports on outputs that cannot be written: when a trouble begins, when it changes, and when it is over.
-
-
 @dataclass(slots=True)
 class _Seen:
     reported: OutputTrouble
@@ -203,7 +196,10 @@ class _Seen:
 
 
 class Watch:
-    """Watches several outputs. Call ``look`` for each output, several times a second."""
+    """Reports on outputs that cannot be written: when a trouble begins, when it changes, and when it is over.
+
+    Call ``look`` for each output, several times a second.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}

@@ -30,17 +30,14 @@ import msgspec
 
 from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
-from elasticstate.agent.files import JobPlace, clean_regularly
-from elasticstate.agent.host_job import HostJob
-from elasticstate.agent.host_storage import HostStorage, StorageAllocator
+from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly
+from elasticstate.agent.host_storage import HostStorage, StorageAllocator, Supply
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.preemption import PreemptionWatch
-from elasticstate.agent.supervisor import Supervisor
-from elasticstate.agent.supply import Supply
+from elasticstate.agent.supervisor import Supervisor, sealed_commits
 from elasticstate.agent.template_process import Template, start_template
-from elasticstate.agent.worker import WorkerHandle, sealed_commits
 from elasticstate.agent.worker_output import Outputs
-from elasticstate.agent.workers import Workers
+from elasticstate.agent.workers import WorkerHandle, Workers
 from elasticstate.backends import AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
@@ -186,14 +183,12 @@ class Service:
         self._supply = Supply(job, self._storage, self._copies.store)
         self._allocator = StorageAllocator(
             self._storage,
-            launch.host,
             lambda: min(1, len(job.handles)) if job.options.one_copy_per_host else len(job.handles),
-            job.log,
             self._copies.store,
         )
         self._socket = AgentSocket(job.place.socket, self._refusal, self._received, self._supply.give, job.log)
         self._workers = Workers(job, self._storage, self._allocator, self._socket, supervisor, template)
-        self._stores = PlainStores(job.local_address, self._workers.start_store, driver.send, job.log)
+        self._stores = PlainStores(job, template)
         self._durable = DurableUploads(job, self._storage, self._copies.store)
         self._held: int | None = None  # generation on hold, if any
         # For the report to a new driver:

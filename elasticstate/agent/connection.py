@@ -155,10 +155,6 @@ class DriverConnection:
             await self._stream.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- search
-# An agent's first search for its driver. Until a driver is found, nothing depends on the agent: a signal ends it.
-
-
 class Stopped(Exception):
     """SIGINT or SIGTERM arrived before a driver was found. ``status``: the exit status for that signal."""
 
@@ -170,7 +166,8 @@ class Stopped(Exception):
 async def find_driver(driver: DriverConnection, wait_s: float) -> tuple[JobSpec, list[int]]:
     """Return the driver's first message, and the signals that arrived during the greeting.
 
-    Raises Stopped, and all that ``DriverConnection.establish`` raises.
+    Until a driver is found, nothing depends on the agent: a signal ends it. Raises Stopped, and all that ``establish``
+    of the connection raises.
     """
     loop = asyncio.get_running_loop()
     finding = asyncio.ensure_future(driver.establish(wait_s))

@@ -1,56 +1,52 @@
 """Saves commits of this host as durable copies, or parts of them, on the driver's order, one at a time.
 
-Training never waits for it. Threads stage the commits (staging.py), and a process of its own uploads them
-(durable/upload.py). A process that makes no progress for ``--durable-timeout`` is killed.
+Training never waits for it. Threads *stage* the commits: they copy them while the workers train on. A process of its
+own uploads the copies (durable/upload.py). If it makes no progress for ``--durable-timeout``, it is killed.
+
+A worker overwrites the older of its two buffers with each commit. So a copy is whole if the buffer has the same
+seal before and after it, and the checksum of the copy is that of the seal.
+
+The workers of a sharded job hold different parts of one commit. An order for it names the *first commit from* an id
+on, which all workers seal at the same tick. If they commit often, this id is still to come, and the copies begin at
+the seals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from elasticstate._native import ControlPage
 from elasticstate.agent.host_job import HostJob
-from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.staging import (
-    NoCommitError,
-    Staged,
-    StagingSlot,
-    TornError,
-    stage,
-)
-from elasticstate.agent.worker import start_command
-from elasticstate.commits import owner_of
+from elasticstate.agent.host_storage import HostStorage, copy_bytes
+from elasticstate.agent.supervisor import Seal, seals_of
+from elasticstate.agent.template_process import start_command
+from elasticstate.commits import commit_tag, grow, owner_of, part_tag
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.durable.stored_copies import (
-    ABSENT,
-    BUSY,
-    HUNG,
-    MEMORY,
-    STORAGE,
-    TORN,
-    UNCHANGED,
-)
+from elasticstate.durable.parts import cut
+from elasticstate.durable.stored_copies import ABSENT, BUSY, HUNG, MEMORY, STORAGE, TORN, UNCHANGED, crc32c
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
 from elasticstate.exit_status import how_it_ended
 from elasticstate.machine import format_bytes
-from elasticstate.net.messages import (
-    CompleteDurable,
-    DurableFailed,
-    DurablePart,
-    DurableSaved,
-    SaveDurable,
-)
-from elasticstate.processes import ended, kill_session
-from elasticstate.replicas.store import ReplicaStore
+from elasticstate.net.messages import CompleteDurable, DurableFailed, DurablePart, DurableSaved, Place, SaveDurable
+from elasticstate.private import make_file
+from elasticstate.processes import ended, kill_session, reading
+from elasticstate.replicas.store import ReplicaStore, Source
 from elasticstate.threads import in_thread
 
 _PROGRAM = "elasticstate.durable.upload"
@@ -100,14 +96,11 @@ class DurableUploads:
             self._fail(order, HUNG, "the process of the last upload was killed and has not ended")
             return
         staged: Staged | None = None
-        try:
-            if isinstance(order, SaveDurable):
-                staged = await self._stage(order)
-                commit = staged.commit
-            else:
-                commit = order.commit
-        except _NotStagedError as error:
-            self._fail(order, error.kind, error.reason)
+        if isinstance(order, CompleteDurable):
+            commit = order.commit
+        elif (staged := await self._stage(order)) is not None:
+            commit = staged.commit
+        else:
             return
         try:
             if isinstance(order, SaveDurable) and commit == order.saved:
@@ -125,43 +118,46 @@ class DurableUploads:
         else:
             self._fail(order, end.kind, end.reason)
 
-    async def _stage(self, order: SaveDurable) -> Staged:
-        """Copy the commits of the order within memory. Raises _NotStagedError."""
-        opened: list[int] = []
+    async def _stage(self, order: SaveDurable) -> Staged | None:
+        """Copy the commits of the order within memory. If that fails, report it and return None."""
         is_over = threading.Event()
         try:
-            slots = [self._staging_slot(part.slot, opened) for part in order.parts]
-            directory = os.dup(self._storage.directory.fd)
-            opened.append(directory)
-            arguments = (slots, self._job.key, directory, order.first, is_over, tuple(opened))
-            staging = asyncio.ensure_future(in_thread(_stage_and_close, *arguments))
-            opened.clear()
+            with ExitStack() as opened:
+                slots = [self._staging_slot(part.slot, opened) for part in order.parts]
+                directory = os.dup(self._storage.directory.fd)
+                opened.callback(os.close, directory)
+                kept_open = opened.pop_all()
+
+            def copy() -> Staged:
+                with kept_open:
+                    return stage(slots, self._job.key, directory, order.first, lambda: not is_over.is_set())
+
+            staging = asyncio.ensure_future(in_thread(copy))
             try:
                 return await asyncio.shield(staging)
             except asyncio.CancelledError:
                 staging.add_done_callback(_discard)
                 raise
         except OSError as error:
-            path = self._storage.directory.path
             needed = format_bytes(sum(map(self._size_of, order.parts)))
-            reason = f"{path} cannot hold one more copy of a commit, {needed}: {error.strerror}"
-            raise _NotStagedError(MEMORY, reason) from error
+            where = self._storage.directory.path
+            self._fail(order, MEMORY, f"{where} cannot hold one more copy of a commit, {needed}: {error.strerror}")
         except NoCommitError as error:
-            raise _NotStagedError(ABSENT, str(error)) from error
+            self._fail(order, ABSENT, str(error))
         except (TornError, ValueError) as error:
-            raise _NotStagedError(TORN, str(error)) from error
+            self._fail(order, TORN, str(error))
         finally:
             is_over.set()
-            for fd in opened:
-                os.close(fd)
+        return None
 
-    def _staging_slot(self, slot: SlotId, opened: list[int]) -> StagingSlot:
+    def _staging_slot(self, slot: SlotId, opened: ExitStack) -> StagingSlot:
         owner = owner_of(self._job.spec.job_id, slot.host, slot.slot)
         files = self._storage.slots().get(slot.slot) if slot.host == self._job.launch.host else None
         page, buffers = None, None
         if files is not None:
             page, buffers = files.page, (files.duplicate(0), files.duplicate(1))  # it may get other files meanwhile
-            opened.extend(buffers)
+            for fd in buffers:
+                opened.callback(os.close, fd)
         return StagingSlot(str(slot), owner, page, buffers, functools.partial(self._copies.open, slot))
 
     def _size_of(self, part: DurablePart) -> int:
@@ -216,12 +212,8 @@ class DurableUploads:
 
     async def _follow(self, pipe: int, timeout_s: float) -> UploadMessage | None:
         """Return the last message of the process; None if it ends without one."""
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
-        )
         last_line = ""
-        try:
+        async with reading(os.fdopen(pipe, "rb")) as reader:
             while True:
                 try:
                     line = await asyncio.wait_for(reader.readline(), timeout_s)
@@ -237,8 +229,6 @@ class DurableUploads:
                     continue
                 if message.is_saved or message.kind:
                     return message
-        finally:
-            transport.close()
 
     async def _end(self, process: subprocess.Popen[bytes]) -> int | None:
         """Kill what is left of the process. Return its exit status, or None if it does not end."""
@@ -263,31 +253,192 @@ class DurableUploads:
         return process.wait()
 
 
-class _NotStagedError(Exception):
-    """Commits could not be staged. ``kind``: see durable/stored_copies.py."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind, self.reason = kind, reason
-
-
-def _stage_and_close(
-    slots: list[StagingSlot],
-    key: bytes,
-    directory: int,
-    first: CommitId | None,
-    is_over: threading.Event,
-    descriptors: tuple[int, ...],
-) -> Staged:
-    """Stage, and close the descriptors."""
-    try:
-        return stage(slots, key, directory, first, lambda: not is_over.is_set())
-    finally:
-        for fd in descriptors:
-            os.close(fd)
-
-
 def _discard(staging: asyncio.Future[Staged]) -> None:
     """Close the result of a staging that nobody waits for."""
     if not staging.cancelled() and staging.exception() is None:
         os.close(staging.result().fd)
+
+
+_FILE = "durable.part"
+_ATTEMPTS = 8
+_PIECE_BYTES = 64 << 20
+_LOOK_INTERVAL_S = 0.002
+_COMING_S = 15.0
+
+_Place = tuple[int, int]  # offset and size in bytes
+
+
+class TornError(Exception):
+    """The worker has overwritten the commit before it was copied."""
+
+
+class NoCommitError(Exception):
+    """A slot has no such commit, and will not have it soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingSlot:
+    """A slot whose commit is staged.
+
+    ``page`` and ``buffers`` (descriptors) are None if the slot is not on this host, which keeps a copy of its commit.
+    """
+
+    name: str
+    owner: bytes
+    page: ControlPage | None
+    buffers: tuple[int, int] | None
+    kept: Callable[[CommitId], Source | None] = lambda commit: None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Staged commits: a file without a name, and the places of the commits in it, in the order of their slots."""
+
+    commit: CommitId
+    fd: int
+    places: tuple[_Place, ...]
+
+
+def stage(
+    slots: Sequence[StagingSlot],
+    key: bytes,
+    directory: int,
+    first: CommitId | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Staged:
+    """Copy one commit of these slots into a new file: the first one from ``first`` on; None: the newest of one slot.
+
+    ``directory``: descriptor of the directory for the file. ``go_on``: returns False when the copies are not wanted any
+    more.
+
+    Raises OSError if the file cannot be made as large, TornError, NoCommitError, or ValueError for a damaged commit.
+    """
+    assert first is not None or len(slots) == 1, "slots may have different newest commits"
+    fd = make_file(directory, _FILE)
+    try:
+        os.unlink(_FILE, dir_fd=directory)
+        staging = _Staging(fd, key, first, go_on)
+        with ThreadPoolExecutor(len(slots), thread_name_prefix="elasticstate-staging") as threads:
+            found = list(threads.map(staging.stage, slots))
+        commits = {commit for commit, _ in found}
+        if len(commits) > 1:
+            raise TornError(f"the workers of this host have made different commits: {sorted(commits)}")
+        return Staged(found[0][0], fd, tuple(place for _, place in found))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class _Staging:
+    """Staging of several slots at once, each on a thread of its own, into one file."""
+
+    def __init__(self, fd: int, key: bytes, first: CommitId | None, go_on: Callable[[], bool]) -> None:
+        self._fd, self._key, self._first, self._go_on = fd, key, first, go_on
+        self._growing = threading.Lock()
+        self._end = 0
+        self._failure: BaseException | None = None
+
+    def stage(self, slot: StagingSlot) -> tuple[CommitId, _Place]:
+        """Stage a slot. Return its commit, and the place in the file."""
+        try:
+            return self._stage(slot)
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = error
+            raise self._failure from None
+
+    def _stage(self, slot: StagingSlot) -> tuple[CommitId, _Place]:
+        kept = slot.kept(self._first) if self._first is not None else None
+        if kept is not None:
+            with closing(kept):
+                return self._stage_kept(slot, kept)
+        place = self._prepared(slot)
+        for _ in range(1 if self._first is not None else _ATTEMPTS):
+            index, seal = self._find(slot)
+            generation, tick, _, length, checksum, tag = seal
+            place = self._reserve(length, place)
+            assert slot.buffers is not None
+            assert slot.page is not None
+            copy_bytes(slot.buffers[index], self._fd, *place)
+            if slot.page.sealed(index, slot.owner) == seal:
+                commit = CommitId(generation, tick)
+                self._verify(place, checksum, tag, (slot.owner, index, commit))
+                return commit, place
+        often = "once" if self._first is not None else f"during each of {_ATTEMPTS} copies"
+        raise TornError(
+            f"the worker of {slot.name} has overwritten the commit {often}. Commit less often: state.commit(every=N)"
+        )
+
+    def _stage_kept(self, slot: StagingSlot, kept: Source) -> tuple[CommitId, _Place]:
+        sealed = kept.sealed
+        place = self._reserve(sealed.length, (-1, 0))
+        for at in range(0, sealed.length, _PIECE_BYTES):
+            piece = memoryview(kept.memory)[at : min(at + _PIECE_BYTES, sealed.length)]
+            _write(self._fd, piece, place[0] + at)
+        self._verify(place, sealed.checksum, sealed.tag, (slot.owner, sealed.index, sealed.commit))
+        return sealed.commit, place
+
+    # --------------------------------------------------------------------------------------------- choice of a commit
+
+    def _find(self, slot: StagingSlot) -> tuple[int, Seal]:
+        """Return the buffer that has the commit, and its seal. Wait for a commit that is still to come."""
+        if slot.page is None:
+            raise NoCommitError(f"this host keeps no copy of commit {self._first} of {slot.name}")
+        until = time.monotonic() + _COMING_S
+        while True:
+            seals = seals_of(slot.page, slot.owner)
+            in_order = list(seals)
+            if self._first is None:
+                if not in_order:
+                    raise NoCommitError(f"{slot.name} holds no commit")
+                return in_order[-1], seals[in_order[-1]]
+            later = [index for index in in_order if seals[index][:2] >= self._first]
+            if later and (len(later) < len(in_order) or seals[later[0]][:2] == self._first):
+                return later[0], seals[later[0]]
+            if len(later) == 2:
+                raise TornError(f"the worker of {slot.name} has made newer commits than {self._first} in both buffers")
+            if not self._comes(slot.page, self._first.generation) or time.monotonic() > until:
+                raise NoCommitError(f"{slot.name} does not make commit {self._first}")
+            time.sleep(_LOOK_INTERVAL_S)
+
+    def _comes(self, page: ControlPage, generation: int) -> bool:
+        """Return True if the worker may make further commits in this generation."""
+        _, _, place, entered, _ = page.stamp()
+        return self._go_on() and self._failure is None and (place, entered) == (Place.TRAIN, generation)
+
+    # -------------------------------------------------------------------------------------------------------- the file
+
+    def _prepared(self, slot: StagingSlot) -> _Place:
+        """Reserve a place of the size of the newest commit now, because new pages cost more than the copy itself."""
+        seals = {} if slot.page is None else seals_of(slot.page, slot.owner)
+        return self._reserve([*seals.values()][-1][3], (-1, 0)) if seals else (-1, 0)
+
+    def _reserve(self, length: int, place: _Place) -> _Place:
+        """Return a place of this size: the same one, if the commits have the same length. Raises OSError."""
+        if place[1] == length and place[0] >= 0:
+            return place
+        with self._growing:
+            offset = self._end
+            grow(self._fd, offset + length)
+            self._end = offset + length + -length % mmap.ALLOCATIONGRANULARITY
+        return offset, length
+
+    def _verify(self, place: _Place, expected: int, tag: bytes, sealed_as: tuple[bytes, int, CommitId]) -> None:
+        """Raise ValueError unless the bytes are those that a worker of this job has sealed."""
+        owner, index, commit = sealed_as
+        offset, length = place
+        with mmap.mmap(self._fd, length, offset=offset) as mapped, memoryview(mapped) as content:
+            if crc32c(content) != expected:
+                raise ValueError(f"commit {commit} is damaged: its checksum is wrong")
+            found = cut(content)
+            header = part_tag(self._key, content[: found.random])
+            rest = part_tag(self._key, content[found.random : found.tensors], content[found.objects :])
+            wanted = commit_tag(self._key, owner, index, commit, length, expected, header, rest)
+            if not hmac.compare_digest(tag, wanted):
+                raise ValueError(f"commit {commit} was not written by a worker of this job")
+
+
+def _write(fd: int, data: Any, at: int) -> None:
+    while len(data):
+        written = os.pwrite(fd, data, at)
+        data, at = data[written:], at + written

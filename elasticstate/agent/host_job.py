@@ -1,23 +1,47 @@
-"""HostJob: the facts that all parts of an agent share, once the agent has found the driver of its job."""
+"""HostJob: facts that all parts of an agent share once it has found the driver of its job; and JobPlace, its files."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import shutil
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from elasticstate.agent.connection import DriverConnection
-from elasticstate.agent.files import JobPlace, keep_s
-from elasticstate.agent.worker import WorkerHandle, environment_of_workers
 from elasticstate.agent.worker_output import Outputs
-from elasticstate.commits import CommitDirectory
+from elasticstate.commits import (
+    ID_FILE,
+    CommitDirectory,
+    make_agent_directory,
+    remove_agent_directories,
+    remove_dead,
+    remove_job_directory,
+)
 from elasticstate.core.ids import WorkerId
+from elasticstate.errors import OptionError
 from elasticstate.net.messages import AgentWarning, JobSpec, Launch
 from elasticstate.net.names import is_loopback, outward_address
 from elasticstate.net.trust import storage_key
-from elasticstate.options import Options, agent_variable
+from elasticstate.options import (
+    Options,
+    agent_variable,
+    inherited_environment,
+    missing_temporary_directory,
+    runtime_directory,
+    temporary_directory,
+    usable_runtime_directory,
+)
 from elasticstate.options.kinds import split_address
+from elasticstate.private import is_still, open_directory, write_file
+from elasticstate.threads import in_thread
+
+if TYPE_CHECKING:
+    from elasticstate.agent.workers import WorkerHandle
 
 _LOOK_INTERVAL_S = 0.01
 
@@ -37,22 +61,16 @@ class HostJob:
         """``handles``: the living workers; only ``Workers`` changes it."""
         self.launch = launch
         self.spec = spec
+        self.options = spec.options
         self.driver = driver
         self.place = place
         self.outputs = outputs
+        self.log = outputs.complain  # writes a line to the agent's stderr
         self.handles = handles
         self.local_address = launch.local_address or _seen_at(driver.local_address, spec.options)
         """Address at which other hosts reach this one."""
         self.key = storage_key(launch.token, spec.job_id)
         self._tasks: set[asyncio.Task[object]] = set()
-
-    @property
-    def options(self) -> Options:
-        return self.spec.options
-
-    def log(self, text: str) -> None:
-        """Write a line to the agent's stderr."""
-        self.outputs.complain(text)
 
     def warn(self, text: str) -> None:
         """Show a warning to the user, at the driver."""
@@ -109,3 +127,104 @@ def _seen_at(address: str, options: Options) -> str:
         return address
     listens_at, _ = split_address(options.listen)
     return address if is_loopback(listens_at) else outward_address() or address
+
+
+def environment_of_workers(passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Merge this process's environment, variables from the driver's host and the job's variables."""
+    # The stack of a segmentation fault shows its cause.
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    needed = missing_temporary_directory()
+    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given), **needed}
+
+
+_LEAST_INTERVAL_S = 1.0
+
+
+class JobPlace:
+    """Directory with the agent's socket, locked (shared with driver and other agents) until this process ends.
+
+    It is the job's directory on the driver's machine, and the agent's own directory elsewhere.
+
+    Raises OSError or OptionError.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._is_own = not launch.job_directory
+        self.path = launch.job_directory or make_agent_directory(str(usable_runtime_directory()))
+        self._fd = _locked(self.path)
+        self.socket = launch.socket or f"{self.path}/agent"
+        self.mark = self.socket  # never changes, even if the socket moves
+        self._job_id = ""
+
+    def serves(self, job_id: str) -> None:
+        """Record the id of the job that this agent serves. Raises OSError."""
+        self._job_id = job_id
+        if self._is_own:
+            write_file(self._fd, ID_FILE, job_id.encode())
+
+    @property
+    def is_lost(self) -> bool:
+        """Return True if the directory was deleted or renamed."""
+        return not is_still(self.path, self._fd)
+
+    def make_anew(self) -> None:
+        """Use the directory that the driver or another agent has created again, or create it.
+
+        If that fails, create one in another place: all of XDG_RUNTIME_DIR may be gone. Raises OSError.
+        """
+        path = self.path
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            fd = _locked(path)
+        except OSError:  # another user has taken the name, or nothing can be created there
+            try:
+                path = make_agent_directory(temporary_directory())
+            except OptionError as error:
+                raise OSError(str(error)) from None
+            self._is_own, fd = True, _locked(path)
+        os.close(self._fd)
+        self.path, self._fd = path, fd
+        self.socket = f"{path}/{Path(self.socket).name}"
+        if self._is_own:
+            self.serves(self._job_id)
+
+    def leave(self) -> None:
+        """Remove the agent's own directory, when the agent ends."""
+        if self._is_own and not self.is_lost:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def remove_job(self) -> None:
+        """Remove the job's directory, after the job has lost its driver for good."""
+        if not self._is_own and not self.is_lost:
+            remove_job_directory(self.path, self._fd)
+
+
+def _locked(path: str) -> int:
+    fd = open_directory(path)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def keep_s(driver_timeout_s: float) -> float:
+    """Return the seconds for which files are kept: ``--driver-timeout`` after any death, plus one interval."""
+    return driver_timeout_s + _interval_s(driver_timeout_s)
+
+
+def _interval_s(driver_timeout_s: float) -> float:
+    return max(_LEAST_INTERVAL_S, driver_timeout_s / 10)
+
+
+async def clean_regularly(commits: CommitDirectory, driver_timeout_s: float) -> None:
+    """Extend the expiry of this agent's files and remove stale files, regularly, until cancelled."""
+    while True:
+        commits.keep()
+        await in_thread(_remove, str(commits.base))
+        await asyncio.sleep(_interval_s(driver_timeout_s))
+
+
+def _remove(commit_directory: str) -> None:
+    remove_dead(commit_directory)
+    with suppress(OptionError):  # there is no such directory on this host
+        remove_agent_directories(str(runtime_directory()))

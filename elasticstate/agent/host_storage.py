@@ -1,4 +1,4 @@
-"""The files of the slots of one host, kept open for as long as their agent lives.
+"""The files of the slots of one host, kept open for as long as their agent lives, and given to the workers.
 
 Workers receive descriptors, not names. So a commit outlives the deletion of its file: as long as the agent lives, the
 next worker of the slot resumes from it. But after all processes have ended, only a file with a name can be found.
@@ -12,31 +12,35 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import partial
 
 from elasticstate._native import ControlPage
+from elasticstate.agent.host_job import HostJob
+from elasticstate.agent.supervisor import sealed_commits, seals_of
 from elasticstate.commits import (
+    RESULT_HEAD_BYTES,
     CommitDirectory,
     buffer_file,
     control_file,
     grow,
     owner_of,
     result_file,
+    result_hasher,
 )
-from elasticstate.core.ids import CommitId
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
+from elasticstate.net import messages
+from elasticstate.net.link import AgentSocket, WorkerConnection
 from elasticstate.private import make_file
+from elasticstate.replicas.store import ReplicaStore
 from elasticstate.threads import in_thread
-
-if TYPE_CHECKING:
-    from elasticstate.replicas.store import ReplicaStore
-
 
 PAGE_BYTES = 4096
 
@@ -82,8 +86,8 @@ class HostStorage:
     def __init__(self, directory: CommitDirectory, job_id: str, host: str, log: Callable[[str], None]) -> None:
         self.directory = directory
         self._job_id = job_id
-        self._host = host
-        self._log = log
+        self.host = host
+        self.log = log
         self._slots: dict[int, SlotFiles] = {}
         self._results: dict[int, int] = {}
         for slot in directory.slots():
@@ -100,7 +104,7 @@ class HostStorage:
         self._results.clear()
 
     def owner(self, slot: int) -> bytes:
-        return owner_of(self._job_id, self._host, slot)
+        return owner_of(self._job_id, self.host, slot)
 
     def slots(self) -> dict[int, SlotFiles]:
         """Files of each slot that has ever had a worker on this host."""
@@ -169,11 +173,11 @@ class HostStorage:
         try:
             new = self._open(slot, lambda name, _: make_file(self.directory.fd, name))
             newest = await in_thread(_copy_newest, old, new, self.owner(slot))
-        except (OSError, CommitStorageError) as error:
+        except (OSError, ValueError, CommitStorageError) as error:
             if new is not None:
                 self._discard(slot, new)
             old.page.set_stale(False)
-            self._log(
+            self.log(
                 f"the commits of slot {slot} cannot be copied to {self.directory.path} ({error}). This agent keeps "
                 "them in memory. They are lost if it ends together with the worker."
             )
@@ -183,7 +187,7 @@ class HostStorage:
             return
         self._slots[slot] = new
         if newest is not None:
-            self._log(f"commit {newest} of slot {slot} was copied to {self.directory.path}")
+            self.log(f"commit {newest} of slot {slot} was copied to {self.directory.path}")
         old.close()
 
     def _discard(self, slot: int, files: SlotFiles) -> None:
@@ -206,29 +210,34 @@ def _allocate_page(fd: int, path: object) -> None:
 
 
 def _copy_newest(old: SlotFiles, new: SlotFiles, owner: bytes) -> CommitId | None:
-    """Copy the newest commit; write its seal last. Return its id, or None if there is no commit. Raises OSError."""
-    seals = {index: seal for index in (0, 1) if (seal := old.page.sealed(index, owner)) is not None}
+    """Copy the newest commit; write its seal last. Return its id; None if there is no commit. OSError, ValueError."""
+    seals = seals_of(old.page, owner)
     if not seals:
         return None
-    index = max(seals, key=lambda index: seals[index][:2])
+    index = list(seals)[-1]
     length = os.fstat(old.buffers[index]).st_size
     grow(new.buffers[index], length)
-    at = 0
-    with os.fdopen(os.dup(new.buffers[index]), "r+b", buffering=0) as target:
-        while at < length:
-            copied = os.sendfile(target.fileno(), old.buffers[index], at, length - at)
-            if not copied:
-                raise OSError(f"buffer {index} was truncated below {length} bytes")
-            at += copied
+    copy_bytes(old.buffers[index], new.buffers[index], 0, length)
     new.page.seal(index, owner, *seals[index])
     return CommitId(*seals[index][:2])
 
 
-# ---------------------------------------------------------------------------------------------------- storage allocator
-# Allocation of commit storage: files get their full length, with all their blocks, before a worker maps them.
-#
-# So a full commit directory causes an error that names the bytes, and never a SIGBUS in a worker. To allocate a block
-# costs as much as to write it: seconds for each GB. It is done in a separate thread, so heartbeats go on.
+def copy_bytes(source: int, target: int, offset: int, length: int) -> None:
+    """Copy the first bytes of a file to their place in another one, without a position that other threads share.
+
+    Raises OSError, or ValueError if the source is shorter.
+    """
+    own = os.open(f"/proc/self/fd/{target}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.lseek(own, offset, os.SEEK_SET)
+        at = 0
+        while at < length:
+            copied = os.sendfile(own, source, at, length - at)
+            if not copied:
+                raise ValueError(f"the buffer ends before {length} bytes")
+            at += copied
+    finally:
+        os.close(own)
 
 
 # Steps between two powers of two: a buffer is up to 1/16 larger than requested, and seldom has to grow again.
@@ -245,25 +254,19 @@ def rounded_up(size_bytes: int) -> int:
 
 
 class StorageAllocator:
-    """Allocates commit storage in the commit directory of one host.
+    """Allocates commit storage: files get their full length, with all their blocks, before a worker maps them.
 
-    ``workers()`` returns the number of workers of this host that keep commits. ``log`` gets a line on the need, at the
+    So a full commit directory causes an error that names the bytes, and never a SIGBUS in a worker. To allocate a block
+    costs as much as to write it: seconds for each GB. It is done in a separate thread, so heartbeats go on.
+
+    ``workers()`` returns the number of workers of this host that keep commits. The log gets a line on the need, at the
     first tick of a worker and when the need has grown. ``copies``: the store of kept copies in the directory; it may
     free memory that nobody needs.
     """
 
-    def __init__(
-        self,
-        storage: HostStorage,
-        host: str,
-        workers: Callable[[], int],
-        log: Callable[[str], None],
-        copies: ReplicaStore | None = None,
-    ) -> None:
+    def __init__(self, storage: HostStorage, workers: Callable[[], int], copies: ReplicaStore | None = None) -> None:
         self._storage = storage
-        self._host = host
         self._workers = workers
-        self._log = log
         self._store = copies
         self._copies = 0  # kept for each worker: of the last replication, and the next
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-storage")
@@ -355,11 +358,11 @@ class StorageAllocator:
         so_far = "" if self._is_known else " so far"
         each = f"{workers} worker{'s' if workers != 1 else ''} x {2 + self._copies} x {format_bytes(size)}"
         each += f", {self._copies} of them for --replicas" if self._copies else ""
-        available = self._free() + self._allocated() + (self._store.size_bytes() if self._store is not None else 0)
+        available = self._free() + sum(self._lengths()) + (self._store.size_bytes() if self._store is not None else 0)
         text = f"commits {verb} {format_bytes(need)}{so_far} on this host ({each}); {format_bytes(available)} are free"
-        self._log(f"{text} in {self._storage.directory.base}{', which is too little' if need > available else ''}")
-
-    # ------------------------------------------------------------------------------------------------------- helpers
+        self._storage.log(
+            f"{text} in {self._storage.directory.base}{', which is too little' if need > available else ''}"
+        )
 
     def _lacks(self, slot: int, size: int) -> bool:
         lengths = (os.fstat(fd).st_size for fd in self._storage.files(slot).buffers)
@@ -381,9 +384,9 @@ class StorageAllocator:
         # 0 left to allocate: with --one-copy-per-host, buffers of an earlier keeper exist beside those of the new one.
         needed, free = format_bytes(self._bytes_to_allocate(size, workers) or size), format_bytes(self._free())
         return (
-            f"commits do not fit into --commit-dir {base} of host {self._host}: they need {needed} more (two buffers "
-            f"of {format_bytes(size)} for each of {workers}), and {free} are free. Make the state smaller, choose "
-            f"another --commit-dir, or enlarge this one "
+            f"commits do not fit into --commit-dir {base} of host {self._storage.host}: they need {needed} more (two "
+            f"buffers of {format_bytes(size)} for each of {workers}), and {free} are free. Make the state smaller, "
+            f"choose another --commit-dir, or enlarge this one "
             f"(mount -o remount,size=... {base}; docker run --shm-size=...)"
         )
 
@@ -392,12 +395,173 @@ class StorageAllocator:
         lengths = sorted(self._lengths(), reverse=True)[: 2 * workers]
         return 2 * workers * size - sum(min(size, length) for length in lengths)
 
-    def _allocated(self) -> int:
-        return sum(self._lengths())
-
     def _lengths(self) -> list[int]:
         return [os.fstat(fd).st_size for files in self._storage.slots().values() for fd in files.buffers]
 
     def _free(self) -> int:
         found = os.statvfs(self._storage.directory.fd)
         return found.f_bavail * found.f_frsize
+
+
+_REMEDY = (
+    "systemd-logind deletes the files of a user whose last session has ended. Run loginctl enable-linger, or set "
+    "RemoveIPC=no in logind.conf."
+)
+_PART_BYTES = 1 << 20
+_LOST = 1  # size sent without data: the driver then reports the result as lost
+_LOOK_INTERVAL_S = 0.25
+
+
+class Supply:
+    """Gives workers their files."""
+
+    def __init__(self, job: HostJob, storage: HostStorage, copies: ReplicaStore) -> None:
+        self._job = job
+        self._storage = storage
+        self._copies = copies
+        self._results = Results(job.key)
+        self._call = _in_memory(job.spec.call) if job.spec.call else None
+        self._fault = ""  # error of the last attempt to create a new directory
+
+    def give(self, request: messages.RequestStorage, connection: WorkerConnection) -> None:
+        """Answer a worker that requests its files: at boot, or at a commit after the files have lost their names.
+
+        Or it requests the commits of another slot, or a kept copy, which it only reads.
+        """
+        if request.copy is not None:
+            self._job.begin(self._give_copy(*request.copy, connection))
+        elif request.peer is None:
+            self._job.begin(self._give(request.worker, connection))
+        else:
+            self._give_peer(request, connection)
+
+    def _give_peer(self, request: messages.RequestStorage, connection: WorkerConnection) -> None:
+        """Give the files of the slot that a worker wants to read: of another living worker."""
+        living = {worker.slot for worker in self._job.handles if worker.slot != request.worker.slot}
+        slots, owner = self._storage.slots(), self._storage.owner
+        newest = {slot: sealed_commits(slots[slot].page, owner(slot))[0] for slot in living if slot in slots}
+        held = {slot: commit for slot, commit in newest.items() if commit is not None}
+        slot = request.peer if request.peer in living else -1
+        if request.peer == -1 and held:
+            slot = min(held, key=lambda slot: (-held[slot].generation, -held[slot].tick, slot))
+        files = slots.get(slot)
+        connection.give(messages.Storage(self._job.key, False, slot), files.descriptors if files is not None else [])
+
+    async def _give_copy(self, slot: SlotId, commit: CommitId, connection: WorkerConnection) -> None:
+        try:
+            found = await in_thread(self._copies.share, slot, commit)
+        except OSError:  # no descriptor is left: the worker reads from the copy server
+            found = None
+        fd, content = found if found is not None else (None, None)
+        connection.give(messages.Storage(self._job.key, False, content=content), [] if fd is None else [fd])
+        if fd is not None:
+            os.close(fd)
+
+    async def _give(self, worker: WorkerId, connection: WorkerConnection) -> None:
+        handle = self._job.handles[worker]
+        if self._storage.files(worker.slot).page.is_stale:
+            handle.waits += 1
+            try:
+                await self._storage.move(worker.slot, lambda: self._job.handles.get(worker) is handle)
+            finally:
+                handle.waits -= 1
+        result = self._storage.result(worker.slot)
+        if self._job.handles.get(worker) is handle and result is not None:
+            files = self._storage.files(worker.slot)
+            handle.liveness.storage_is(files.page)
+            given = [*files.descriptors, result, *([] if self._call is None else [self._call])]
+            connection.give(messages.Storage(self._job.key, self._call is not None), given)
+
+    async def send_result(self, slot: int, offset: int) -> None:
+        """Send a part of the result that a worker of ``launch()`` has returned."""
+        self._job.driver.send(await in_thread(self._results.part, self._storage.result(slot), slot, offset))
+
+    async def watch_files(self, socket: AgentSocket) -> None:
+        """Look regularly, until cancelled, if files of this agent were deleted, and create them again."""
+        place, used = self._job.place, self._storage.directory.fd
+        while True:
+            self._check_commits()
+            directory = self._storage.directory.fd
+            with suppress(OSError):  # retried at the next look
+                if directory != used:
+                    self._copies.move_to(directory)
+                    used = directory
+            with suppress(OSError):
+                if place.is_lost or socket.is_lost:
+                    if place.is_lost:
+                        place.make_anew()
+                    socket.reopen(place.socket)
+                    self._job.warn(
+                        f"the socket of this agent was deleted while the job runs. The new one is {place.socket}. "
+                        f"{_REMEDY}"
+                    )
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    def _check_commits(self) -> None:
+        """Check if commits have been deleted since the last call. If so, warn, and move the slots without a worker."""
+        directory = self._storage.directory
+        before = directory.path
+        try:
+            if not self._storage.detect_loss():
+                return
+        except (OSError, CommitStorageError) as error:
+            if self._fault != str(error):
+                self._fault = str(error)
+                self._job.warn(f"{before} was deleted, and cannot be created again ({error}). {_REMEDY}")
+            return
+        self._fault = ""
+        taken = "" if directory.path == before else f", {directory.path}, because another user has taken the name"
+        self._job.warn(
+            f"commits were deleted from {before} while the job runs. Workers and agent still hold them, and write the "
+            f"next commits to a new directory{taken}. {_REMEDY}"
+        )
+        inhabited = {worker.slot for worker in self._job.handles}
+        for slot in self._storage.slots():
+            if slot not in inhabited:
+                self._job.begin(self._storage.move(slot, partial(self._is_empty, slot)))
+
+    def _is_empty(self, slot: int) -> bool:
+        return all(worker.slot != slot for worker in self._job.handles)
+
+
+def _in_memory(data: bytes) -> int:
+    """Return the descriptor of a file without a name that holds this data."""
+    fd = os.memfd_create("elasticstate-call", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(data)
+    return fd
+
+
+class Results:
+    """Results of the workers of one host for ``launch()``, which the driver fetches part by part.
+
+    The file of a result begins with a keyed checksum of the rest, which the worker writes last. So a result is known to
+    be complete, and written by a worker of this job, before anything unpickles it. ``key``: of the job's storage.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._sizes: dict[int, int] = {}  # by slot; of verified results
+
+    def part(self, fd: int | None, slot: int, offset: int) -> messages.Fetched:
+        """Return the part at ``offset``. The first call reads the whole result: call it in a thread."""
+        if fd is None:
+            return messages.Fetched(slot, offset, b"", 0)
+        if offset == 0:
+            self._sizes[slot] = self._verified_size(fd)
+        size = self._sizes.get(slot, _LOST)
+        if size < 0:
+            return messages.Fetched(slot, offset, b"", _LOST)
+        return messages.Fetched(slot, offset, os.pread(fd, _PART_BYTES, RESULT_HEAD_BYTES + offset), size)
+
+    def _verified_size(self, fd: int) -> int:
+        """Return the size; 0 if nothing was returned; -1 if no worker of this job has written the file."""
+        size = os.fstat(fd).st_size - RESULT_HEAD_BYTES
+        if size < 0:
+            return 0 if size == -RESULT_HEAD_BYTES else -1
+        hasher = result_hasher(self._key)
+        at = RESULT_HEAD_BYTES
+        while data := os.pread(fd, _PART_BYTES, at):
+            hasher.update(data)
+            at += len(data)
+        return size if hmac.compare_digest(os.pread(fd, RESULT_HEAD_BYTES, 0), hasher.digest()) else -1

@@ -9,42 +9,36 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import sys
 from contextlib import suppress
+from pathlib import Path
 
-from elasticstate.agent.worker import Child
+from elasticstate.agent import exec_shim
+from elasticstate.agent.host_job import HostJob
+from elasticstate.agent.template_process import Child, Template, TemplateError, start_command
 from elasticstate.core.types import PlainPlace
-from elasticstate.net.link import StoreListener
+from elasticstate.net.link import ForkRequest, StoreListener
 from elasticstate.net.messages import STORE_JOINED, NextStore, PlainStoreJoined
+from elasticstate.processes import reading
 
-StartStore = Callable[[StoreListener, int], Awaitable[Child]]
-"""Starts the process that serves a listener, with this descriptor as its stderr."""
+_PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")
 
 
 class PlainStores:
     """The stores of one agent: the one in use, and the next one."""
 
-    def __init__(
-        self,
-        host: str,
-        start: StartStore,
-        send: Callable[[NextStore | PlainStoreJoined], None],
-        log: Callable[[str], None],
-    ) -> None:
-        """``host``: the address at which all workers reach this host."""
-        self._host = host
-        self._start = start
-        self._send = send
-        self._log = log
+    def __init__(self, job: HostJob, template: Template | None) -> None:
+        self._job = job
+        self._template = template
         self._next = self._listen()
         self._used: asyncio.Task[None] | None = None
         self.joined = 0  # the newest plain world of which a worker has joined a store here
 
     def _listen(self) -> StoreListener | None:
         try:
-            return StoreListener(self._host)
+            return StoreListener(self._job.local_address)
         except OSError as error:
-            self._log(f"cannot listen at {self._host} for plain workers: {error.strerror or error}")
+            self._job.log(f"cannot listen at {self._job.local_address} for plain workers: {error.strerror or error}")
             return None
 
     @property
@@ -59,7 +53,7 @@ class PlainStores:
         self._end_used()
         self._used = asyncio.ensure_future(self._serve(self._next, place.generation))
         self._next = self._listen()
-        self._send(NextStore(self.next_address))
+        self._job.driver.send(NextStore(self.next_address))
 
     async def _serve(self, listener: StoreListener, generation: int) -> None:
         """Serve a store until this task is cancelled."""
@@ -71,7 +65,7 @@ class PlainStores:
                 child = await self._start(listener, writable)
                 pidfd = os.pidfd_open(child.pid)
             except (OSError, ValueError) as error:
-                self._log(f"the store of plain workers could not be started: {error}")
+                self._job.log(f"the store of plain workers could not be started: {error}")
                 return
             finally:
                 listener.close()
@@ -85,21 +79,24 @@ class PlainStores:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 os.close(pidfd)
 
+    async def _start(self, listener: StoreListener, stderr: int) -> Child:
+        """Start the process that serves a store (worker/plain_store.py). Raises OSError."""
+        environment = self._job.environment()
+        command = (sys.executable, _PROGRAM, self._job.local_address, str(listener.port))
+        if self._template is not None:
+            with suppress(TemplateError):  # the workers' own starts have reported this
+                return await self._template.fork(ForkRequest(command, "/", environment), listener.fileno(), stderr)
+        return start_command(command, environment, "/", listener.fileno(), stderr)
+
     async def _read(self, pipe: int, generation: int) -> None:
         """Read what the process writes, until its end."""
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
-        )
-        try:
+        async with reading(os.fdopen(pipe, "rb")) as reader:
             while line := (await reader.readline()).decode(errors="replace").rstrip():
                 if line == STORE_JOINED:
                     self.joined = generation
-                    self._send(PlainStoreJoined(generation))
+                    self._job.driver.send(PlainStoreJoined(generation))
                 else:
-                    self._log(f"store of plain workers: {line}")
-        finally:
-            transport.close()
+                    self._job.log(f"store of plain workers: {line}")
 
     def _end_used(self) -> None:
         if self._used is not None:
@@ -116,4 +113,4 @@ class PlainStores:
         if self._next is not None:
             self._next.close()
             self._next = None
-            self._send(NextStore(""))
+            self._job.driver.send(NextStore(""))

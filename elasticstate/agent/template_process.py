@@ -1,4 +1,4 @@
-"""The agent's template process, from which workers fork.
+"""The start of a worker's process: it forks from the agent's template process, or is a new process.
 
 A worker that forks does not import torch, which takes seconds. If the template process cannot serve, or ends, workers
 start as new processes: that costs time, nothing else. A module of --preload with which it cannot serve is left out.
@@ -6,27 +6,24 @@ start as new processes: that costs time, nothing else. A module of --preload wit
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import ctypes
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Protocol, TypeVar
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
-from elasticstate.agent.python_command import is_python, reason_against_template, script_directory
 from elasticstate.exit_status import how_it_ended
-from elasticstate.net.link import (
-    IMPORTING,
-    PADDING_VARIABLE,
-    READY,
-    ForkRequest,
-    TemplateLink,
-)
+from elasticstate.net.link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
 from elasticstate.processes import (
     CLEANUP_S,
     children_that_ended,
@@ -35,6 +32,7 @@ from elasticstate.processes import (
     ended_child,
     is_at_work,
     kill_session,
+    reading,
 )
 from elasticstate.threads import in_thread
 
@@ -47,6 +45,35 @@ _MOST_DEATHS = 3  # in a row, before a first worker forked
 _DRAIN_TIMEOUT_S = 1.0  # for the last lines of its output
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_INTERVAL_S = 1.0
+
+
+class Child(Protocol):
+    """A started process that this process can wait for."""
+
+    pid: int
+
+    def wait(self) -> int: ...
+
+
+def start_command(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    directory: str,
+    stdout: int,
+    stderr: int,
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a new process that ends with this one. Raises OSError if that fails."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid()), str(descriptors_given()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=dict(environment),
+        cwd=directory,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
 
 
 def start_template(job: HostJob) -> Template | None:
@@ -96,7 +123,8 @@ class Template:
 
     def start(self) -> None:
         """Start the process. It imports in parallel with everything else."""
-        adopt_orphans()
+        # Workers that fork come to this process as orphans, so that it can wait for them (prctl(2)).
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._start_process()
         self._tasks = [asyncio.ensure_future(self._live()), asyncio.ensure_future(reap_orphans(self._is_awaited))]
 
@@ -200,18 +228,15 @@ class _Process:
     ) -> None:
         """Start the process. Raises OSError if that fails."""
         self._link = TemplateLink()
-        own_pid, child_end = str(os.getpid()), self._link.child_end
-        shim = [sys.executable, "-I", "-S", exec_shim.__file__, own_pid, str(descriptors_given())]
+        child_end = self._link.child_end
         try:
-            self._process = subprocess.Popen(
-                [*shim, sys.executable, str(_PROGRAM), str(child_end), own_pid, *arguments, _PADDING],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # as for a worker: Python looks at the kind of file when it starts
-                stderr=subprocess.STDOUT,
-                env={**environment, PADDING_VARIABLE: _PADDING},
-                cwd=directory,
-                start_new_session=True,
-                pass_fds=[child_end],
+            self._process = start_command(
+                [sys.executable, str(_PROGRAM), str(child_end), str(os.getpid()), *arguments, _PADDING],
+                {**environment, PADDING_VARIABLE: _PADDING},
+                directory,
+                subprocess.PIPE,  # as for a worker: Python looks at the kind of file when it starts
+                subprocess.STDOUT,
+                [child_end],
             )
         except OSError:
             self._link.close()
@@ -229,15 +254,9 @@ class _Process:
 
     async def _read(self, pipe: IO[bytes]) -> None:
         """Log what the process prints while it imports."""
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        try:
+        async with reading(pipe) as reader:
             while line := await reader.readline():
                 self._log(f"template process: {line.decode(errors='replace').rstrip()}")
-        finally:
-            transport.close()
 
     async def _first_answer(self) -> None:
         while (answer := await self._link.receive()).startswith(IMPORTING):
@@ -282,18 +301,10 @@ class _Process:
         self._reading.cancel()
 
 
-# Workers that fork from the template process come to the agent as orphans, so that the agent can wait for them. Other
-# descendants come, too; their exit statuses interest nobody, but unread they would stay zombies.
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all descendants whose parents end (prctl(2), PR_SET_CHILD_SUBREAPER)."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 async def reap_orphans(is_awaited: Callable[[int], bool]) -> None:
     """Read the exit statuses of orphans, for ever. ``is_awaited``: returns True for a process that others wait for.
 
+    All descendants of workers come as orphans. Their exit statuses interest nobody, but unread they would stay zombies.
     A child of a finished command may be found here before the command's own wait: only the second look reaps.
     """
     before: set[int] = set()
@@ -304,3 +315,88 @@ async def reap_orphans(is_awaited: Callable[[int], bool]) -> None:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         before = ended - before
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+# The workers' command, as far as worker/script.py, which runs it, needs to understand it.
+
+
+UNBUFFERED = "-u"
+_IN_NEW_PROCESS = str(Path(__file__).parents[1] / "worker" / "new_process.py")
+
+# Variables that torch and the libraries below it read when they are imported.
+_READ_AT_IMPORT = re.compile(
+    r"(OMP|KMP|GOMP|MKL|OPENBLAS|GOTO|NUMEXPR|VECLIB|ATEN|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|TRITON|LD|PYTHON)_[A-Z0-9_]+"
+    r"|TORCHDYNAMO_[A-Z_]+|PYTHON[A-Z]+"
+)
+_READ_LATER = re.compile(r"TORCH_(NCCL|GLOO|FR)_[A-Z0-9_]+|TORCHELASTIC_[A-Z0-9_]+|PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Return True if the command names a Python interpreter, or is a Python script."""
+    return bool(re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])))
+
+
+def reason_against_template(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
+    """Return why workers with this command cannot fork from the template process, or ""."""
+    if reason := _reason_in_command(command, directory, environment):
+        return reason
+    words = _words(command)
+    return "" if words[0] == "-m" else _reason_in_script(Path(directory, words[0]))
+
+
+def for_new_process(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> Sequence[str]:
+    """Return the command that does the same in a new process, and ends as a forked worker does, if that is possible."""
+    if not is_python(command) or _reason_in_command(command, directory, environment):
+        return command
+    words = _words(command)
+    return [*command[: len(command) - len(words)], _IN_NEW_PROCESS, *words]
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """Return what follows the interpreter and its option."""
+    return list(dropwhile(UNBUFFERED.__eq__, command[1:]))
+
+
+def _reason_in_command(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
+    """Return why worker/script.py cannot run this command, or ""."""
+    # A path counts from the directory of the job, in which the worker starts, not from that of the agent.
+    is_path = os.path.dirname(command[0]) != ""
+    program = command[0] if is_path else shutil.which(command[0], path=environment.get("PATH"))
+    if program is None or not _is_this_python(os.path.join(directory, program)):
+        return f"{command[0]} is another Python than {sys.executable}, which runs the agent"
+    words = _words(command) if environment.get("PYTHONUNBUFFERED") else list(command[1:])
+    if words[:1] == ["-m"] and len(words) > 1:
+        return ""
+    if not words or words[0].startswith("-"):
+        return f"the interpreter has the argument {words[0]!r}" if words else "the interpreter has no script"
+    try:
+        is_source = b"\0" not in Path(directory, words[0]).read_bytes()
+    except OSError:
+        return f"{words[0]} is not a file"
+    return "" if is_source else f"{words[0]} is no source file"
+
+
+def _is_this_python(program: str) -> bool:
+    """Return True for this process's interpreter: the same program in the same virtual environment."""
+    same_directory = os.path.realpath(os.path.dirname(program)) == os.path.realpath(os.path.dirname(sys.executable))
+    return same_directory and os.path.realpath(program) == os.path.realpath(sys.executable)
+
+
+def _reason_in_script(path: Path) -> str:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""  # the worker shows the error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+            if _READ_AT_IMPORT.fullmatch(name) and not _READ_LATER.fullmatch(name):
+                return f"{path.name} mentions {name}, which takes effect only if it is set before imports"
+    return ""
+
+
+def script_directory(command: Sequence[str], directory: str) -> str:
+    """Return the directory that the interpreter puts first in ``sys.path`` for the command."""
+    words = _words(command)
+    return directory if words[0] == "-m" else os.path.dirname(os.path.realpath(os.path.join(directory, words[0])))

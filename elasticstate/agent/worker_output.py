@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from typing import IO
 from elasticstate.core.ids import WorkerId
 from elasticstate.net.messages import OutputTail, OutputTrouble
 from elasticstate.options import Options
+from elasticstate.processes import reading
 from elasticstate.terminal import message
 from elasticstate.writing import BLOCKED_S, Watch, Writer
 
@@ -97,15 +97,12 @@ class Pump:
 
     async def run(self, pipe: IO[bytes]) -> None:
         """Carry data until the end of the pipe. When cancelled, output that was kept back is still written."""
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         try:
-            while data := await reader.read(_CHUNK_BYTES):
-                self._tail = (self._tail + data)[-_LONGEST_LINE_BYTES:]
-                await self._carry(self._shown(self._tagger.feed(data)), data)
+            async with reading(pipe) as reader:
+                while data := await reader.read(_CHUNK_BYTES):
+                    self._tail = (self._tail + data)[-_LONGEST_LINE_BYTES:]
+                    await self._carry(self._shown(self._tagger.feed(data)), data)
         finally:
-            transport.close()
             self._terminal.put(self._shown(self._tagger.end(), is_end=True))
             if self._log is not None:
                 self._log.close()

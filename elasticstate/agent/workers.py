@@ -1,4 +1,4 @@
-"""Workers: the living workers of a host, from their start to the report of their end.
+"""Workers: the living workers of a host, from their start to the report of their end, and its cause.
 
 Their processes fork from the template process if they can.
 """
@@ -7,38 +7,155 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+import re
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from elasticstate import commits, tracebacks
-from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator
-from elasticstate.agent.python_command import for_new_process
-from elasticstate.agent.supervisor import Supervisor
-from elasticstate.agent.template_process import Template, TemplateError
-from elasticstate.agent.worker import (
-    Child,
-    Liveness,
-    WorkerHandle,
-    WorkerProcess,
-    cause_of_death,
-    count_oom_kills,
-    start_command,
-)
-from elasticstate.agent.worker_output import Audience
+from elasticstate.agent.supervisor import Liveness, Supervisor
+from elasticstate.agent.template_process import Child, Template, TemplateError, for_new_process, start_command
+from elasticstate.agent.worker_output import Audience, Pump
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.types import PlainPlace
+from elasticstate.core.types import CallReport, PlainPlace
 from elasticstate.errors import CommitStorageError
+from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 from elasticstate.net import messages
-from elasticstate.net.link import AgentSocket, ForkRequest, StoreListener
+from elasticstate.net.link import AgentSocket, ForkRequest
+from elasticstate.net.messages import STACKS_SIGNAL
 from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.options import WorkerEnvironment, plain_variables
-
-STORE_PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")
+from elasticstate.processes import CLEANUP_S, catches, ended_child, kill_session
+from elasticstate.threads import in_thread
+from elasticstate.tracebacks import WorkerError
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "256"}
 """Variable that lets torch record the last collectives of a process. Each costs about a microsecond."""
+_DRAIN_TIMEOUT_S = 2.0  # time for remaining output to arrive after the process has ended
+
+
+class Ending(NamedTuple):
+    """End of a process: exactly one of ``exit_code`` and ``signal`` is set."""
+
+    exit_code: int | None
+    signal: int | None
+    last_output: str  # the end of its stderr
+
+
+class WorkerProcess:
+    """A started worker. ``ended()`` must be awaited once; until then the process id stays reserved."""
+
+    def __init__(self, worker: WorkerId, child: Child, stdout: Pump, stderr: Pump, pipes: tuple[int, int]) -> None:
+        """``pipes``: the ends from which this process reads the worker's stdout and stderr."""
+        self.worker = worker
+        self._process = child
+        self._has_ended = False
+        self._stderr = stderr
+        out, err = (os.fdopen(pipe, "rb", buffering=0) for pipe in pipes)
+        self._pumps = [asyncio.ensure_future(stdout.run(out)), asyncio.ensure_future(stderr.run(err))]
+
+    @property
+    def pid(self) -> int:
+        """Process id; also the id of its session and of its process group."""
+        return self._process.pid
+
+    def ask_for_stacks(self) -> None:
+        """Let it print the stacks of its threads, even if it was stopped. No effect if it cannot, or has ended."""
+        if not self._has_ended and catches(self.pid, STACKS_SIGNAL):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, STACKS_SIGNAL)
+                os.kill(self.pid, signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to its process group. No effect after its end."""
+        if not self._has_ended:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to it. No effect after its end.
+
+        The rest of its session is killed when the process has ended: not its process group at once, because a resource
+        tracker of ``multiprocessing`` must outlive the processes whose semaphores it removes.
+        """
+        if not self._has_ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    async def ended(self) -> Ending:
+        """Wait for the end of the process, kill the rest of its session, and pass on its remaining output."""
+        await ended_child(self.pid)
+        self._has_ended = True
+        code = await in_thread(self._end_session)
+        _, late = await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)  # a detached process may hold a pipe
+        for pump in late:
+            pump.cancel()
+        if code < 0:
+            return Ending(None, -code, self._stderr.last_lines)
+        return Ending(code, None, self._stderr.last_lines)
+
+    def _end_session(self) -> int:
+        """Kill the rest of the session; return the exit code, or -N after signal N.
+
+        Call it in a thread: the kernel may wait for locks of /proc in both.
+        """
+        kill_session(self.pid, CLEANUP_S)  # before wait(): the zombie reserves the session id
+        return self._process.wait()
+
+
+@dataclass(slots=True)
+class WorkerHandle:
+    """A slot with its living worker."""
+
+    process: WorkerProcess
+    liveness: Liveness
+    audience: Audience
+    error_file: str  # name of the file to which the worker writes its last exception
+    oom_kills: int  # counter of its memory cgroup when the worker started
+    joined: int = 0  # generation of the newest world sent to the worker
+    lasting: list[tuple[float, messages.Report]] = field(default_factory=list)
+    """Messages since then that a new driver needs, each with its time."""
+    notice: messages.WorkerPreemptionNotice | None = None  # preemption notice, if any
+    waits: int = 0  # number of requests that wait for this agent
+    doubted_at: float | None = None  # since when the worker may hang
+    call: CallReport | None = None  # its newest collective call, as last reported
+    call_at: float = 0.0  # when that report arrived
+    call_is_known: bool = False  # the driver knows that the worker waits in this call
+    watcher: asyncio.Task[None] | None = None
+    stopping: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def waited_s(self, now: float) -> float | None:
+        """Return the seconds for which the worker has waited in a collective call; None: it does not wait."""
+        if self.call is None or self.call.waiting_s is None:
+            return None
+        return self.call.waiting_s + now - self.call_at
+
+    def call_report(self, now: float) -> CallReport | None:
+        """Return the report of its newest collective call, with the present length of the wait."""
+        return None if self.call is None else replace(self.call, waiting_s=self.waited_s(now))
+
+    def report(self, now: float) -> messages.WorkerReport:
+        """Return the report of this worker for a new driver."""
+        self.liveness.look(now)
+        call = self.call_report(now) if self.call_is_known else None
+        lasting = (*(_aged(body, now - at) for at, body in self.lasting), self.notice, call)
+        found = tuple(body for body in lasting if body is not None)
+        return messages.WorkerReport(self.process.worker, self.process.pid, self.joined, self.liveness.latest, found)
+
+
+def _aged(body: messages.Report, seconds: float) -> messages.Report:
+    """Return a message of a worker for a new driver. READY names the present length of the pause."""
+    if not isinstance(body, messages.Ready):
+        return body
+    return replace(body, paused_s=body.paused_s + seconds)
 
 
 class Workers:
@@ -220,21 +337,72 @@ class Workers:
             start_size=job.options.np,
         )
         common = job.environment()
-        plain = {} if place is None else plain_variables(place, job.spec.job, common, self._interface())
+        plain: dict[str, str] = {}
+        if place is not None:
+            # By this interface other hosts reach this one; None if none do, or if it is not known.
+            interface = None if is_loopback(job.local_address) else selecting_interface(job.local_address)
+            plain = plain_variables(place, job.spec.job, common, interface)
         return {**FLIGHT_RECORDER, **common, **plain, **own.variables()}
 
-    def _interface(self) -> str | None:
-        """Return the network interface by which other hosts reach this one; None if none do, or if it is not known."""
-        return None if is_loopback(self._job.local_address) else selecting_interface(self._job.local_address)
 
-    async def start_store(self, listener: StoreListener, stderr: int) -> Child:
-        """Start the process that serves a store for plain workers (worker/plain_store.py). Raises OSError."""
-        environment = self._job.environment()
-        command = (sys.executable, STORE_PROGRAM, self._job.local_address, str(listener.port))
-        if self._template is not None:
-            try:
-                request = ForkRequest(command, "/", environment)
-                return await self._template.fork(request, listener.fileno(), stderr)
-            except TemplateError:
-                pass  # the workers' own starts have reported this
-        return start_command(command, environment, "/", listener.fileno(), stderr)
+# Error texts of torch's env:// rendezvous (torch/distributed/rendezvous.py, 2.13), which init_process_group(),
+# init_device_mesh() and fully_shard() use, and of os.environ["RANK"]. Only the text can be checked: a script written
+# for torchrun need not import elasticstate before it reads these variables.
+_NO_WORLD = re.compile(
+    r"(environment variable |KeyError: ')(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
+    r"( expected, but not set|'$)",
+    re.MULTILINE,
+)
+
+# DistributedDataParallel and most functions of torch.distributed. torch's own advice fits scripts without run only.
+_NO_GROUP = "Default process group has not been initialized"
+
+
+def cause_of_death(
+    ending: Ending, written: WorkerError | None, oom_kills: int, oom_kills_before: int
+) -> tuple[str, int]:
+    """Return the cause as text, and its time in unix nanoseconds.
+
+    The exception that the worker wrote down comes first. Without one, the cause is the end of stderr, which after
+    SIGSEGV and similar signals is the stack of the fault (faulthandler).
+    """
+    if written is not None and ending.exit_code != 0:
+        return _with_hint(written.text), written.time_ns
+    text = tracebacks.shortened(ending.last_output) if ending.exit_code != 0 else ""
+    if ending.signal == signal.SIGKILL and oom_kills > oom_kills_before:
+        count = oom_kills - oom_kills_before
+        killed = f"{OUT_OF_MEMORY}: its memory cgroup counted {count} OOM kill(s) while the worker ran"
+        text = f"{text}\n{killed}" if text else killed
+    return _with_hint(text), time.time_ns()
+
+
+def _with_hint(text: str) -> str:
+    """Append advice to the error text if the worker expected a world where none exists."""
+    hint = NO_WORLD_HINT if _NO_WORLD.search(text) else NO_GROUP_HINT if _NO_GROUP in text else ""
+    return f"{text.rstrip()}\n{hint}" if hint else text
+
+
+def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Count OOM kills in the memory cgroup of this process, with all cgroups below it; 0 if there is no counter.
+
+    See cgroups(7); memory.events of version 2, memory.oom_control of version 1.
+    """
+    try:
+        counter = _oom_counter(groups, mounted)
+        lines = [] if counter is None else counter.read_text().splitlines()
+        return int(dict(line.split(" ", 1) for line in lines).get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+@cache
+def _oom_counter(groups: Path, mounted: Path) -> Path | None:
+    """Return the file with the counter. A read of ``groups`` waits for every change of a cgroup, so it is read once."""
+    lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            return mounted / "memory" / path.lstrip("/") / "memory.oom_control"
+    for _, controllers, path in lines:
+        if not controllers:
+            return mounted / path.lstrip("/") / "memory.events"
+    return None

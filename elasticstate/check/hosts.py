@@ -19,23 +19,11 @@ from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
 from elasticstate.launchers.local_launcher import LocalLauncher
 from elasticstate.machine import version
-from elasticstate.net.names import (
-    address_towards,
-    free_port,
-    outward_address,
-    own_addresses,
-)
+from elasticstate.net.names import address_towards, free_port, outward_address, own_addresses
 from elasticstate.options import Options, passed_on
 from elasticstate.threads import in_thread
 
-# ------------------------------------------------------------------------------------------------------------- exchange
-# Report lines for the network between the hosts: an all-reduce over Gloo, in processes that are started as agents
-# are.
-#
-# See worker/probe_hosts.py.
-
-
-_PROGRAM = "elasticstate.worker.probe_hosts"
+_PROGRAM = ("-m", "elasticstate.worker.probe", "hosts")
 _TIMEOUT_S = 60.0  # a probe ends earlier; this includes the import of torch
 _RESOLVER_TIMEOUT_S = 2.0
 _LATER_S = 3.0  # from one error to the next one that may name the cause
@@ -61,7 +49,7 @@ async def exchange_lines(hosts: Sequence[str], launchers: HostLaunchers, options
         told: dict[str, object] = {"rank": rank, "size": len(hosts), "port": port}
         if rank >= 0:
             told |= {"host": host, "servers": servers, "address": here if is_here else "", "variables": variables}
-        arguments = ("-m", _PROGRAM, json.dumps(told))
+        arguments = (*_PROGRAM, json.dumps(told))
         if isinstance(launcher, CommandLauncher) and not is_here:
             command = launcher.command(host, arguments, log.with_name(f"{log.name}-{rank}"), f"exchange-{rank}")
         else:
@@ -99,9 +87,6 @@ async def exchange_lines(hosts: Sequence[str], launchers: HostLaunchers, options
     causes = [(host, error) for host, error, is_cause in failed if is_cause]
     shown = causes or [(host, error) for host, error, _ in failed]
     return [Line(False, f"Gloo between the hosts: {host}: {error}") for host, error in shown]
-
-
-# ---------------------------------------------------------------------------------------------------------------- hosts
 
 
 _MOST_CONNECTIONS = 64  # connections at the same time

@@ -71,9 +71,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# ---------------------------------------------------------------------------------------------------------------- local
-
-
 _SMALL_BYTES = 1 << 30
 _FEW_FILES = 4096
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,19 @@ def last_line(text: str) -> str:
     """Return the last line that is not blank; "" if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def facts_of(text: str) -> dict[str, Any]:
+    """Return the merged JSON objects that a probe has printed, one per line. Other lines are ignored."""
+    facts: dict[str, Any] = {}
+    for line in text.splitlines():
+        try:
+            fact = json.loads(line)
+        except ValueError:
+            continue  # output of another library
+        if isinstance(fact, dict):
+            facts |= fact
+    return facts
 
 
 def render(lines: Iterable[Line]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.check.report import Line, last_line
+from elasticstate.check.report import Line, facts_of, last_line
 from elasticstate.compat.nccl_versions import known_bugs, refusal
 from elasticstate.exit_status import how_it_ended, signal_name
 from elasticstate.options import ANY_NCCL, environment_variable
@@ -66,14 +65,7 @@ async def probe(timeout_s: float) -> Torch:
 
 def read(answer: processes.Answer, timeout_s: float, is_late: bool = False) -> Torch:
     """Return the facts from the output of a probe. ``is_late``: the probe was killed after the timeout."""
-    facts: dict[str, Any] = {}
-    for line in answer.stdout.splitlines():
-        try:
-            fact = json.loads(line)
-        except ValueError:
-            continue  # output of another library
-        if isinstance(fact, dict):
-            facts |= fact
+    facts = facts_of(answer.stdout)
     step = facts.get("at", "the start of Python")
     stacks = answer.stderr.rpartition("Timeout (")[2] if "Timeout (" in answer.stderr else ""
     if stacks or is_late:

@@ -24,7 +24,7 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.distributed import HashStore, TCPStore, distributed_c10d, rendezvous 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from elasticstate.compat import CHECKED, warn_absent
+from elasticstate.core.types import Collective
 from elasticstate.errors import UsageError
 
 __all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "rendezvous"]
@@ -44,10 +45,8 @@ DEFAULT_TIMEOUTS = (
 """Values of the argument ``timeout`` of a group for which the caller has not chosen a timeout."""
 
 
-class GroupCreator(Protocol):
-    """Function that creates a group by calling ``create(*args, **kwargs)``. ``size``: the size of the group."""
-
-    def __call__(self, create: Callable[..., Any], size: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+GroupCreator = Callable[[Callable[..., Any], int, Sequence[Any], dict[str, Any]], Any]
+"""Called with (create, size of the group, args, kwargs), it creates the group by ``create(*args, **kwargs)``."""
 
 
 def replace_group_creation(creator: GroupCreator) -> Callable[[], None]:
@@ -230,15 +229,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 _MOST = 128  # records in one report
 
 
-class RecordedCollective(NamedTuple):
-    """One collective that this process has entered."""
-
-    group: str  # name of the process group, equal on all ranks
-    number: int  # in the group, from 1
-    text: str  # operation, with type and sizes of its tensors
-
-
-def last_collectives(since_ns: int) -> tuple[RecordedCollective, ...]:
+def last_collectives(since_ns: int) -> tuple[Collective, ...]:
     """Return the last collectives that this process has entered since ``since_ns`` (unix time), oldest first."""
     c10d: Any = getattr(torch._C, "_distributed_c10d", None)
     dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", None)
@@ -251,10 +242,10 @@ def last_collectives(since_ns: int) -> tuple[RecordedCollective, ...]:
     return tuple(map(_record, recent))[-_MOST:]
 
 
-def _record(entry: dict[str, Any]) -> RecordedCollective:
+def _record(entry: dict[str, Any]) -> Collective:
     name, description = entry["process_group"]
     operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensors = ", ".join(f"{kind}{sizes}" for kind, sizes in inputs)
     group = description if description == "default_pg" else f"{description or 'group'} {name}"
-    return RecordedCollective(group, entry["collective_seq_id"], f"{operation}({tensors})")
+    return Collective(group, entry["collective_seq_id"], f"{operation}({tensors})")

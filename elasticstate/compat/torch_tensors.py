@@ -335,8 +335,9 @@ def install() -> None:
     _replace_data()
     for name in ("numpy", "untyped_storage", "set_", "apply_", "map_", "map2_"):
         _replace(torch.Tensor, name, _noting)
-    for name in filter(_is_fused_step, dir(torch)):
-        _replace(torch, name, _noting_unseen_write)
+    for name in dir(torch):
+        if name.startswith("_fused_") and name.endswith("_"):
+            _replace(torch, name, _noting_unseen_write)
     _replace(torch.Tensor, "__dlpack__", _noting_for_ever)
     for module in (torch.utils.dlpack, torch, torch._C):
         for name in ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned"):
@@ -345,10 +346,6 @@ def install() -> None:
         for name in _COLLECTIVES:
             _replace(owner, name, _noting_work)
     _replace(dist.Work, "wait", _noting_end)
-
-
-def _is_fused_step(name: str) -> bool:
-    return name.startswith("_fused_") and name.endswith("_")
 
 
 def _replace(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

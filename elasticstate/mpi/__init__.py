@@ -1,11 +1,10 @@
 """The MPI backend: MPI with ULFM, through mpi4py and Open MPI 5. All of elasticstate that concerns MPI is here.
 
-- ``driver``, ``mpirun``: part of the driver. It starts ``mpirun``, and sends identities to the agents.
-- ``agent``: part of each agent. It gives identities to its workers, and connects them to ``mpirun``.
+- ``driver_part``: part of the driver. It starts ``mpirun``, and sends identities to the agents.
+- ``agent_part``: part of each agent. It gives identities to its workers, and connects them to ``mpirun``.
 - ``worker``: part of each worker, the process groups of torch over MPI. No other module here imports torch.
-- ``broker``, ``holder``, ``pmix``: processes that ``mpirun`` starts, on the driver's host only.
-- ``messages``, ``relay``: used by several of these.
-- ``installation``, ``probe``, ``check``: search for the MPI of this machine, with a trial.
+- ``broker``, ``holder``: processes that ``mpirun`` starts, on the driver's host only.
+- ``installation``, ``mpi_probe``: search for the MPI of this machine, with a trial.
 
 ::
 

@@ -146,10 +146,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-# ----------------------------------------------------------------------------------------------------------------- pmix
-# The part of PMIx (pmix-standard.org, version 4) that starts processes, by Open MPI's library, which mpi4py loads.
-
-
 _STRING = 3  # PMIX_STRING
 
 
@@ -182,7 +178,11 @@ class _App(ctypes.Structure):
 
 
 class Pmix:
-    """Client of the PMIx server that has started this process. Raises RuntimeError with PMIx's error number."""
+    """Client of the PMIx server that has started this process. Raises RuntimeError with PMIx's error number.
+
+    It is the part of PMIx (pmix-standard.org, version 4) that starts processes, by Open MPI's library, which mpi4py
+    loads.
+    """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libpmix.so.2")
@@ -222,9 +222,6 @@ def _strings(words: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * (len(words) + 1))(*(word.encode() for word in words), None)
 
 
-# --------------------------------------------------------------------------------------------------------------- broker
-
-
 REQUESTS = "requests"
 BELL = "bell"
 TOKEN = "token"
@@ -247,7 +244,8 @@ def main() -> None:
 
 
 async def _serve(directory: Path, proof_timeout_s: float, pmix: Pmix) -> None:
-    relay = Relay(_port_of_mpirun())
+    # of mpirun's PMIx server, whose address is ``name;tcp4://127.0.0.1:port``
+    relay = Relay(int(inherited_environment()[PMIX_SERVER].rpartition(":")[2]))
     if (directory / TOKEN).exists():
         port = await relay.open(Trust(read_token(str(directory / TOKEN))), proof_timeout_s)
         unnamed = directory / f"{RELAY_PORT}.new"
@@ -269,11 +267,6 @@ async def _serve(directory: Path, proof_timeout_s: float, pmix: Pmix) -> None:
                     _release(relay, request["release"], request["host"])
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(bell.read(_MOST_RINGS), _LOOK_INTERVAL_S)
-
-
-def _port_of_mpirun() -> int:
-    """Return the port of mpirun's PMIx server, from its environment variable: ``name;tcp4://127.0.0.1:port``."""
-    return int(inherited_environment()[PMIX_SERVER].rpartition(":")[2])
 
 
 def _hold(pmix: Pmix, members: list[tuple[int, str]]) -> None:

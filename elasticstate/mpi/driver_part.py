@@ -20,29 +20,15 @@ from msgspec import structs
 from elasticstate.backends import DriverBackend, DriverServices
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import Message, World
-from elasticstate.mpi.broker import (
-    BELL,
-    RELAY_PORT,
-    RELEASED,
-    REQUESTS,
-    TOKEN,
-)
+from elasticstate.mpi.broker import BELL, RELAY_PORT, RELEASED, REQUESTS, TOKEN
 from elasticstate.mpi.installation import ULFM_OPTIONS, find_mpirun, mpirun_environment, require_mpi
 from elasticstate.net import messages
-from elasticstate.net.messages import (
-    BackendOrder,
-    BackendRequest,
-    FromAgent,
-    HostReport,
-    StopWorker,
-    WorkerExited,
-)
+from elasticstate.net.messages import BackendOrder, BackendRequest, FromAgent, HostReport, StopWorker, WorkerExited
 from elasticstate.net.names import is_this_machine
 from elasticstate.processes import ended_child, give_back_descriptors, kill_session, session_members
 from elasticstate.threads import in_thread
 
-# ------------------------------------------------------------------------------------------------------------- messages
-# The messages between the MPI parts of worker, driver and agent. They travel inside messages of net/messages.py.
+# The messages between the MPI parts of worker, driver and agent travel inside messages of net/messages.py.
 
 
 class Applicant(NamedTuple):
@@ -81,14 +67,6 @@ decode_request: Callable[[bytes], IdentityRequest] = messages.decoder(IdentityRe
 decode_order: Callable[[bytes], Identity] = messages.decoder(Identity)
 
 
-# --------------------------------------------------------------------------------------------------------------- mpirun
-# ``mpirun``, which supplies the identities that the workers of an MPI job need (see __init__.py).
-#
-# It runs on the driver's host only, because it would not survive the loss of one of its own daemons. It outlives the
-# driver, as the workers do. If it dies before the workers, Open MPI ends them: then they are started again, resume
-# from their commits, and get identities from a new ``mpirun``.
-
-
 _DIRECTORY = "mpi"
 _HELD = "held"  # host/process id of a worker: the file of its holder
 _PID_FILE = "pid"
@@ -98,7 +76,13 @@ _LOOK_INTERVAL_S = 0.002
 
 
 class Mpirun:
-    """``mpirun`` of one job; started when the first worker requests an identity."""
+    """``mpirun`` of one job, which supplies the identities that its workers need (see __init__.py).
+
+    It is started when the first worker requests an identity. It runs on the driver's host only, because it would not
+    survive the loss of one of its own daemons. It outlives the driver, as the workers do. If it dies before the
+    workers, Open MPI ends them: then they are started again, resume from their commits, and get identities from a new
+    ``mpirun``.
+    """
 
     def __init__(self, job_directory: Path, connect_timeout_s: float, is_new_job: bool = False) -> None:
         """Prepare; nothing is started. A new job stops the ``mpirun`` of an earlier job with the same name."""

@@ -9,7 +9,6 @@ and no list of features proves it.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -18,10 +17,9 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from elasticstate import processes
-from elasticstate.check.report import BackendFindings, Line
+from elasticstate.check.report import BackendFindings, Line, facts_of
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import how_it_ended
 from elasticstate.options import inherited_environment, temporary_directory
@@ -54,19 +52,10 @@ class MpiInstallation:
     """Reason why this MPI cannot be used, and the remedy. Empty if it can be used."""
 
 
-def require_mpi(timeout_s: float, *, python: str = sys.executable) -> MpiInstallation:
-    """Return the MPI that workers of ``python`` use, after a trial. In an event loop, use :func:`search`.
-
-    Raises OptionError, one line with the remedy, if no usable MPI is found.
-    """
-    return usable(asyncio.run(search(timeout_s, python=python)))
-
-
-def usable(found: MpiInstallation) -> MpiInstallation:
-    """Return ``found``. Raises OptionError if it cannot be used."""
-    if found.problem:
-        raise OptionError(f"--backend: 'mpi': {found.problem}")
-    return found
+def require_mpi(timeout_s: float) -> None:
+    """Try the MPI of this Python. In an event loop, use :func:`search`. Raises OptionError, with the remedy."""
+    if problem := asyncio.run(search(timeout_s)).problem:
+        raise OptionError(f"--backend: 'mpi': {problem}")
 
 
 async def search(timeout_s: float, *, python: str = sys.executable) -> MpiInstallation:
@@ -144,7 +133,7 @@ class _Probes:
 
     async def library(self) -> MpiInstallation:
         try:
-            facts = _merged(await self._run(self._python, *_PROBE))
+            facts = facts_of(await self._run(self._python, *_PROBE))
         except _Failed as error:
             return MpiInstallation(problem=f"{self._python} cannot import mpi4py: {error}. Run {INSTALL}.")
         if "mpi4py" not in facts:
@@ -170,7 +159,7 @@ class _Probes:
             failure = ""
         except _Failed as error:
             failure = str(error)
-        facts = _merged(self._answers.read_text(errors="replace") if self._answers.exists() else "")
+        facts = facts_of(self._answers.read_text(errors="replace") if self._answers.exists() else "")
         if not facts:
             failure = failure or "they printed nothing"
             return replace(found, problem=f"{both} cannot start two processes: {failure}. Run {INSTALL}.")
@@ -208,19 +197,6 @@ class _Probes:
 def _last_lines(answer: processes.Answer) -> str:
     lines = [line.strip() for line in answer.stderr.splitlines() if line.strip(" -")]
     return how_it_ended(answer.exit_code) + (f": {lines[-1]}" if lines else "")
-
-
-def _merged(text: str) -> dict[str, Any]:
-    """Return the merged JSON objects that a probe has printed, one per line. Other lines are ignored."""
-    facts: dict[str, Any] = {}
-    for line in text.splitlines():
-        try:
-            fact = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fact, dict):
-            facts |= fact
-    return facts
 
 
 async def search_for_mpi(timeout_s: float) -> BackendFindings:

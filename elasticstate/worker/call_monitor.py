@@ -36,64 +36,26 @@ class _Call:
         return CallReport(self.generation, self.process_set, self.ranks, self.number, text, waiting_s)
 
 
-class CallMonitor:
-    """The newest call of this worker. ``send``: sends a report to the agent, from any thread."""
-
-    def __init__(self, send: Callable[[CallReport], None]) -> None:
-        self._send = send
-        self._newest: _Call | None = None
-        self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
-
-    def begin(self, generation: int, process_set: int, ranks: tuple[int, ...], number: int, call: str) -> None:
-        """Record that this worker waits in a call from now on."""
-        self._newest = _Call(generation, process_set, ranks, number, call, time.monotonic())
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="call monitor", daemon=True)
-            self._thread.start()
-
-    def end(self) -> None:
-        """Record that this worker has left the call."""
-        if self._newest is not None:
-            self._newest.left_at = time.monotonic()
-
-    def stop(self) -> None:
-        """Stop reporting."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        seen: tuple[_Call | None, float | None] = None, None
-        is_reported = False
-        while not self._is_over.wait(_LOOK_INTERVAL_S):
-            call = self._newest
-            if call is None:
-                continue
-            state = call, call.left_at
-            lasts = state[0] is seen[0] and state[1] == seen[1]
-            seen = state
-            since = call.begun_at if call.left_at is None else call.left_at
-            if lasts != is_reported and (is_reported or time.monotonic() - since >= _LASTING_S):
-                is_reported = lasts
-                self._send(call.report())
-
-
-_monitor: CallMonitor | None = None  # None: this process is no worker of elasticrun
+_send: Callable[[CallReport], None] | None = None  # None: this process is no worker of elasticrun
+_newest: _Call | None = None
+_thread: threading.Thread | None = None  # since the first call
+_is_over = threading.Event()
 
 
 def start(send: Callable[[CallReport], None]) -> None:
-    """Report the calls of this process with ``send`` from now on."""
-    global _monitor
-    _monitor = CallMonitor(send)
+    """Report the calls of this process with ``send``, on another thread, from now on."""
+    global _send
+    _send = send
+    _is_over.clear()
 
 
 def stop() -> None:
     """Stop reporting the calls of this process."""
-    global _monitor
-    monitor, _monitor = _monitor, None
-    if monitor is not None:
-        monitor.stop()
+    global _send, _newest, _thread
+    _is_over.set()
+    if _thread is not None:
+        _thread.join()
+    _send = _newest = _thread = None
 
 
 def begin_call(generation: int, process_set: int, ranks: tuple[int, ...], number: int, call: str) -> None:
@@ -107,19 +69,41 @@ def begin_call(generation: int, process_set: int, ranks: tuple[int, ...], number
         number: number of the call in its process set.
         call: text for messages.
     """
-    if _monitor is not None:
-        _monitor.begin(generation, process_set, ranks, number, call)
+    global _newest, _thread
+    if _send is None:
+        return
+    _newest = _Call(generation, process_set, ranks, number, call, time.monotonic())
+    if _thread is None:
+        _thread = threading.Thread(target=_watch, args=(_send,), name="call monitor", daemon=True)
+        _thread.start()
 
 
 def end_call() -> None:
     """Report that this worker has left the call that ``begin_call`` reported."""
-    if _monitor is not None:
-        _monitor.end()
+    if _newest is not None:
+        _newest.left_at = time.monotonic()
+
+
+def _watch(send: Callable[[CallReport], None]) -> None:
+    seen: tuple[_Call | None, float | None] = None, None
+    is_reported = False
+    while not _is_over.wait(_LOOK_INTERVAL_S):
+        call = _newest
+        if call is None:
+            continue
+        state = call, call.left_at
+        lasts = state[0] is seen[0] and state[1] == seen[1]
+        seen = state
+        since = call.begun_at if call.left_at is None else call.left_at
+        if lasts != is_reported and (is_reported or time.monotonic() - since >= _LASTING_S):
+            is_reported = lasts
+            send(call.report())
 
 
 def _in_child() -> None:
-    global _monitor
-    _monitor = None
+    global _send, _newest, _thread, _is_over
+    _send = _newest = _thread = None
+    _is_over = threading.Event()  # the thread may have held the lock of the other one
 
 
 os.register_at_fork(after_in_child=_in_child)

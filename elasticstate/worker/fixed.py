@@ -17,14 +17,8 @@ import msgspec
 import torch.distributed as dist
 
 from elasticstate import present_world
-from elasticstate._native import count_failed_collectives
-from elasticstate.compat.process_groups import (
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-    rendezvous,
-)
+from elasticstate._native import GlooSockets, count_failed_collectives
+from elasticstate.compat.process_groups import HashStore, PrefixStore, Store, TCPStore, rendezvous
 from elasticstate.core.worlds import fixed_placement
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.log import logger
@@ -37,11 +31,7 @@ from elasticstate.state.step_check import StepCheck
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooGroups
-from elasticstate.worker.loop import OwnProcessGroups
-
-# -------------------------------------------------------------------------------------------------------------- meeting
-# The store in which the processes of another launcher's world meet, without a driver.
-
+from elasticstate.worker.loop import own_process_groups
 
 TIMEOUT = timedelta(seconds=300)
 _SLICE = timedelta(seconds=1)
@@ -60,7 +50,7 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def meet(place: LaunchedPlace) -> Iterator[Meeting]:
-    """Give the store of this world. All processes must have joined at the end of the context.
+    """Give the store in which the processes of this world meet. All must have joined at the end of the context.
 
     Raises UsageError or OptionError if the processes cannot meet, and torch's error if one of them does not come.
     """
@@ -192,7 +182,7 @@ class SoloLoop:
 
     def run_in_last_world(self, state: State, call: Callable[[], Any], _: object = None) -> Any:
         """Call a function of the user. There is no other world."""
-        with OwnProcessGroups():
+        with own_process_groups():
             state.sync()
             return call()
 
@@ -215,9 +205,6 @@ def create_default_group(store: Store, rank: int, size: int) -> None:
     sys.excepthook = excepthook
 
 
-# ---------------------------------------------------------------------------------------------------------------- fixed
-
-
 _COLLECTIVE_TIMEOUT = timedelta(seconds=1800)  # the default of --collective-timeout
 _NO_TIMEOUT = timedelta(days=365)
 _EVIDENCE_S = 1.0  # seconds from the error of a collective to the end of another connection of a process that died
@@ -231,7 +218,7 @@ class FixedLoop(SoloLoop):
         self._counts_failures = count_failed_collectives() and contexts.by_devices() == "gloo"
         self._place = place
         self._functions = 0  # functions of the user that were called
-        self._groups = GlooGroups()
+        self._groups = GlooGroups(GlooSockets())
         self._gate: Any = None  # group of all ranks: for the end, and to detect the loss of a process
 
     def join(self) -> None:
@@ -239,7 +226,16 @@ class FixedLoop(SoloLoop):
         self._has_joined = True
         with meet(place) as met:
             create_default_group(met.store, place.rank, place.size)
-            self._rendezvous = _rendezvous(place, met)
+            self._rendezvous = Rendezvous(
+                store=met.store,
+                name=place.key,
+                worker=f"rank {place.rank}",
+                rank=place.rank,
+                size=place.size,
+                init_timeout=TIMEOUT,
+                collective_timeout=_COLLECTIVE_TIMEOUT,
+                check=lambda: None,
+            )
             everyone = tuple(range(place.size))
             self._gate = self._groups.subgroup(replace(self._rendezvous, collective_timeout=_NO_TIMEOUT), everyone)
         placements: list[Any] = [None] * place.size
@@ -285,7 +281,7 @@ class FixedLoop(SoloLoop):
         """Destroy the process groups."""
         self._gate = None
         self._groups.be_quiet()
-        self._groups.clear()
+        self._groups.take()
         super().end()
 
     def failure_text(self, error: BaseException) -> str:
@@ -334,16 +330,3 @@ class FixedSession(Session):
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._group_of(ranks)
         return group
-
-
-def _rendezvous(place: LaunchedPlace, met: Meeting) -> Rendezvous:
-    return Rendezvous(
-        store=met.store,
-        name=place.key,
-        worker=f"rank {place.rank}",
-        rank=place.rank,
-        size=place.size,
-        init_timeout=TIMEOUT,
-        collective_timeout=_COLLECTIVE_TIMEOUT,
-        check=lambda: None,
-    )

@@ -60,7 +60,7 @@ def _watch(module: ModuleType) -> None:
 
     def registered(parent: Any, name: str, child: object) -> None:
         if name == "module" and isinstance(parent, ddp):
-            if isinstance(child, ddp) and _has_lost_its_group(child):
+            if isinstance(child, ddp) and _is_lost(getattr(child, "process_group", None)):
                 raise UsageError(
                     "DistributedDataParallel wraps one of a world that has ended, whose collectives fail. Keep the "
                     "module itself, and wrap it in each call of the function that is decorated with run: "
@@ -86,10 +86,6 @@ def _before_drop(group: Any) -> None:
     """Wait, if the model that is about to be freed has the last reference to its group."""
     if _are_watched and _is_lost(group):
         rest(_LONGEST_REST_S)
-
-
-def _has_lost_its_group(ddp: Any) -> bool:
-    return _is_lost(getattr(ddp, "process_group", None))
 
 
 def _is_lost(group: Any) -> bool:

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum, auto
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -57,27 +56,21 @@ from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import error_chain, text_of
 from elasticstate.worker import call_monitor, contexts, script
 from elasticstate.worker.contexts import addresses
-from elasticstate.worker.contexts.context import (
-    Backend,
-    Context,
-    Fault,
-    Rendezvous,
-)
+from elasticstate.worker.contexts.context import Backend, Context, Fault, Rendezvous
 from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.replacement import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import LastWorldSession, WorkerSession
 from elasticstate.worker.storage import AgentStorage, open_peer
 
-# -------------------------------------------------------------------------------------------------------------- regroup
-# Regroup: send READY, receive a world, create its process group, and leave it at the end of the generation.
-
-
 _SLICE = timedelta(seconds=0.25)
 
 
 class Regrouper:
-    """Transitions of one worker from world to world. Used on the main thread only."""
+    """Transitions of one worker from world to world: READY, a world, its process groups, and leaving these.
+
+    Used on the main thread only.
+    """
 
     def __init__(self, environment: WorkerEnvironment, sentinel: Sentinel, backend: Backend) -> None:
         self._environment = environment
@@ -216,18 +209,14 @@ def release_exception(error: BaseException) -> None:
         link.__dict__.clear()
 
 
-# ---------------------------------------------------------------------------------------------------------- torch modes
-# TorchModes: torch's modes of this process, which a failure may leave as an interrupted function has set them.
-#
-# A ``with`` block ends by the exception of the failure. A function such as ``torch.set_grad_enabled(False)`` has no
-# end: a survivor would train on without gradients, and newcomers with them. So each call of the user's function
-# begins with the modes of the first one.
-
-
 class TorchModes:
     """The modes of the calling thread at the time of construction.
 
     They are: gradients, autocast, default dtype and device, deterministic algorithms, and anomaly detection.
+
+    A ``with`` block ends by the exception of a failure. A function such as ``torch.set_grad_enabled(False)`` has no
+    end: a survivor would train on without gradients, and newcomers with them. So each call of the user's function
+    begins with the modes of the first one.
     """
 
     def __init__(self) -> None:
@@ -283,36 +272,21 @@ def _anomaly() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
-# ----------------------------------------------------------------------------------------------------------- own groups
-# OwnProcessGroups: protection of the default process group, which elasticstate creates.
-
-
 _TWICE = "trying to initialize the default process group twice"  # of torch's ValueError
 
 
-class OwnProcessGroups:
-    """Context in which a second ``init_process_group``, by user code, raises UsageError."""
-
-    def __enter__(self) -> None:
-        """Do nothing: torch itself refuses a second default group."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, ValueError) and _TWICE in str(error):
-            raise UsageError(
-                "init_process_group() was called inside a function decorated with @elasticstate.run, where "
-                "elasticstate creates the default process group. Use that group, or torch.distributed.new_group()."
-            ) from error
-
-
-# ----------------------------------------------------------------------------------------------------------------- heap
-# Memory that a worker frees stays with the process, up to a limit, for the next world.
-#
-# A change of worlds frees gradients and the buckets of DistributedDataParallel, and the next step needs as much
-# again. By default, glibc returns freed memory at the end of its heap to the kernel if that is more than twice the
-# largest freed block, at most 64 MiB (mallopt(3), M_TRIM_THRESHOLD). Then the first steps of the next world wait for
-# fresh pages.
+@contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Context in which a second ``init_process_group``, by user code, raises UsageError. torch itself refuses it."""
+    try:
+        yield
+    except ValueError as error:
+        if _TWICE not in str(error):
+            raise
+        raise UsageError(
+            "init_process_group() was called inside a function decorated with @elasticstate.run, where elasticstate "
+            "creates the default process group. Use that group, or torch.distributed.new_group()."
+        ) from error
 
 
 KEPT_BYTES = 1 << 30
@@ -326,7 +300,10 @@ _keeps = False
 def keep_freed_memory() -> None:
     """Keep up to KEPT_BYTES of freed blocks. Do nothing without glibc, or if the user has set options of ``malloc``.
 
-    Larger blocks than 32 MiB are returned to the kernel at once, as always.
+    A change of worlds frees gradients and the buckets of DistributedDataParallel, and the next step needs as much
+    again. By default, glibc returns freed memory at the end of its heap to the kernel if that is more than twice the
+    largest freed block, at most 64 MiB (mallopt(3), M_TRIM_THRESHOLD). Then the first steps of the next world wait for
+    fresh pages. Larger blocks than 32 MiB are returned to the kernel at once, as always.
     """
     global _keeps
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -345,9 +322,6 @@ def fill(size_bytes: int) -> None:
     if _keeps and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         count = min(size_bytes, KEPT_BYTES) // _FILL_BYTES
         _ = [torch.zeros(_FILL_BYTES, dtype=torch.uint8) for _ in range(count)]
-
-
-# ----------------------------------------------------------------------------------------------------------------- loop
 
 
 _sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
@@ -385,7 +359,7 @@ class WorkerLoop:
         self._commit_facts: Callable[[], tuple[int, bool]] = lambda: (0, False)  # names, has_shards, of the state
         self._read_ahead: Callable[[World], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
-        self._sentinel = _sentinel = Sentinel(link, worker, page, reports=True)
+        self._sentinel = _sentinel = Sentinel(link.detach(), worker, page, reports=True)
         self._session = WorkerSession(
             self._sentinel, page, str(environment.worker), lambda: self._storage.key, storage.ask_for_copy
         )
@@ -448,7 +422,7 @@ class WorkerLoop:
         with self._recording():
             committer_of(state).use_session(LastWorldSession(self._session, self._later_functions))
             state.sync()
-            with OwnProcessGroups():
+            with own_process_groups():
                 return train()
 
     def end(self) -> None:
@@ -551,7 +525,7 @@ class WorkerLoop:
             self._committer.continue_iterators()
             self._torch_modes = self._torch_modes or TorchModes()
             self._sentinel.begin_training()
-            with OwnProcessGroups(), StepCheck(self._state, self._train), self._repeats:
+            with own_process_groups(), StepCheck(self._state, self._train), self._repeats:
                 self._result = self._train()
             self._session.check_collectives()  # the function may have caught the end of this generation
             self._committer.settle()

@@ -69,9 +69,6 @@ def _nothing(signum: int, frame: object) -> None:
     pass
 
 
-# --------------------------------------------------------------------------------------------------------------- script
-
-
 UNBUFFERED = "-u"  # the only option of the interpreter that a forked worker may have
 _ARGUMENTS, _ENVIRONMENT = (45, 46), (47, 48)  # of /proc/self/stat, behind the name: start and end (proc_pid_stat(5))
 _LONGEST_END_S = 300.0  # from the last exit function to the end of the process

@@ -20,7 +20,6 @@ from typing import NoReturn, Protocol, TypeVar
 from elasticstate import _native, tracebacks
 from elasticstate.compat import standard_library
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import Collective
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
 from elasticstate.net import messages
@@ -31,12 +30,6 @@ from elasticstate.worker import script
 from elasticstate.worker.replacement import exit_for_replacement
 
 A = TypeVar("A")
-
-
-class Connection(Protocol):
-    """The connected socket to the agent. ``detach`` returns its descriptor, which the caller then owns."""
-
-    def detach(self) -> int: ...
 
 
 class Severable(Protocol):
@@ -64,22 +57,22 @@ class Sentinel:
     Raises OSError if no descriptors are available.
     """
 
-    def __init__(
-        self, connection: Connection, worker: WorkerId, page: _native.ControlPage, reports: bool = False
-    ) -> None:
-        """``reports``: in each generation, a thread reports where the main thread is, when the driver asks."""
+    def __init__(self, descriptor: int, worker: WorkerId, page: _native.ControlPage, reports: bool = False) -> None:
+        """``descriptor``: of the connected socket to the agent, which the sentinel owns from now on.
+
+        ``reports``: in each generation, a thread reports where the main thread is, when the driver asks.
+        """
         self._reports = reports
         self._worker = worker
         self._page = page
-        self._native = _native.Sentinel(page, connection.detach())
+        self._native = _native.Sentinel(page, descriptor)
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
         self._newest_sealed: CommitId | None = None  # intact or not
         self._preemption_signals: list[int] = []
         self._stop_handler: object = signal.SIG_DFL  # the present handler of SIGTERM
         self._exits = False
-        self._cutter: threading.Thread | None = None
-        self._watcher: threading.Thread | None = None
+        self._helpers: list[threading.Thread] = []  # of the present generation
         self._has_left = threading.Event()  # the present generation, so that nobody watches it any more
         self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
@@ -132,11 +125,15 @@ class Sentinel:
 
     def ignore_signals(self) -> None:
         """Ignore SIGINT and the preemption signals that the script does not handle."""
+        self._handle_own(signal.SIG_IGN)
+        script.ignore_at_exit()
+
+    def _handle_own(self, handler: signal.Handlers) -> None:
+        """Set the handler of the preemption signals that the script does not handle."""
         if ours := self._own_handlers():
             signal.set_wakeup_fd(-1)
         for number in ours:
-            signal.signal(number, signal.SIG_IGN)
-        script.ignore_at_exit()
+            signal.signal(number, handler)
 
     def _own_handlers(self) -> list[int]:
         """Return the preemption signals that the script does not handle."""
@@ -149,12 +146,6 @@ class Sentinel:
             self._native.forget(number)
         self._preemption_signals = ours
         self._native.handles_stop(callable(self._stop_handler) and signal.SIGTERM not in ours)
-
-    def _restore_signals(self) -> None:
-        if ours := self._own_handlers():
-            signal.set_wakeup_fd(-1)
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
 
     def _on_preemption_signal(self, signum: int, frame: object) -> None:
         if not self.is_leaving or self._exits or self._native.place == Place.DONE:
@@ -176,7 +167,7 @@ class Sentinel:
     def detach_forked(self) -> None:
         """Detach a forked child of the worker: it is not part of the job, and SIGTERM ends it."""
         self._native.forked()
-        self._restore_signals()
+        self._handle_own(signal.SIG_DFL)
 
     # ---------------------------------------------------------------------------------------------- state of the worker
 
@@ -300,10 +291,10 @@ class Sentinel:
         self._native.enter(world.generation, context.sockets)
         self._has_left = threading.Event()
         if context.severs_in_python:
-            self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
-            self._cutter.start()
-            self._watcher = threading.Thread(target=self._watch, args=(world.generation, context), daemon=True)
-            self._watcher.start()
+            for help_with in (self._cut, self._watch):
+                helper = threading.Thread(target=help_with, args=(world.generation, context), daemon=True)
+                helper.start()
+                self._helpers.append(helper)
         if self._reports:
             self._has_reported = threading.Event()
             arguments = (world.generation, context.sockets, self._has_reported, self._has_left)
@@ -365,7 +356,7 @@ class Sentinel:
         from elasticstate.compat import process_groups  # here, so that this module can be imported without torch
 
         stack = standard_library.stack_of(threading.main_thread())
-        entered = tuple(Collective(*record) for record in process_groups.last_collectives(self._entered_ns))
+        entered = process_groups.last_collectives(self._entered_ns)
         where = text or "".join(stack.format())
         line = "" if text else tracebacks.line_of(stack)
         self.send(messages.CollectivesReport(generation, entered, where[-_LONGEST_STACK:], line))
@@ -490,12 +481,8 @@ class Sentinel:
             self._has_reported.wait()  # its thread may not have begun
         self._native.left()
         self._has_reported.wait()  # Python 3.11 aborts a process that ends while a thread returns from native code
-        if self._cutter is not None:
-            self._cutter.join()
-            self._cutter = None
-        if self._watcher is not None:
-            self._watcher.join()
-            self._watcher = None
+        while self._helpers:
+            self._helpers.pop().join()
 
 
 def _is_leaving_script(*kinds: type[BaseException]) -> bool:

@@ -29,12 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elasticstate.options import replace_environment
-from elasticstate.net.link import (
-    IMPORTING,
-    READY,
-    AgentLink,
-    ReceivedRequest,
-)
+from elasticstate.net.link import IMPORTING, READY, AgentLink, ReceivedRequest
 from elasticstate.worker.gloo_rest import watch_models
 
 _PR_SET_PDEATHSIG = 1

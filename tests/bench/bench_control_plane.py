@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 from watching import cpu_s, page, scrape
 
-from elasticstate.agent.worker import stamps_interval_s
+from elasticstate.agent.supervisor import stamps_interval_s
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.net import messages
 from elasticstate.net.control import Stream

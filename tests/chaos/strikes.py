@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from elasticstate.agent.worker import sealed_commits
+from elasticstate.agent.supervisor import sealed_commits
 from elasticstate.commits import owner_of
 from elasticstate.core.ids import CommitId
 from tests.chaos.plan import KINDS, Fault

@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from elasticstate.errors import CollectiveError
-from elasticstate.mpi.worker.library import MPI
-
-# ------------------------------------------------------------------------------------------------------------ operation
-# Running operations: started by the thread that calls a collective, completed by one progress thread.
-
 
 GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 """Classes of MPI's errors after the loss of a member."""
@@ -31,9 +27,10 @@ _LONGEST_PAUSE_S = 200e-6
 
 
 class Operation(dist.Work):
-    """The requests of one collective. ``finish`` is called after all are complete: it copies staged results back.
+    """The requests of one collective, begun by the thread that calls it, and completed by the thread of ``Progress``.
 
-    ``kept``: the buffers that MPI reads and writes during the operation.
+    ``finish`` is called after all are complete: it copies staged results back. ``kept``: the buffers that MPI reads and
+    writes during the operation.
     """
 
     def __init__(
@@ -201,9 +198,6 @@ class Progress:
         self.collective_has_failed = True
         operation.complete(RuntimeError(reason))
         return True
-
-
-# ---------------------------------------------------------------------------------------------------------------- group
 
 
 # mypy: disable-error-code="override,assignment"

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from mpi4py import MPI
+
 from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
 from elasticstate.mpi.driver_part import Applicant
-from elasticstate.mpi.worker.library import MPI
 from elasticstate.net.names import interface_of, is_loopback
 from elasticstate.options import inherited_environment
 from elasticstate.private import open_directory, read_file
@@ -86,9 +87,6 @@ def forget_identity(path: Path) -> None:
     """Remove the identity file, which no process waits for any more."""
     with suppress(FileNotFoundError):
         path.unlink()
-
-
-# ---------------------------------------------------------------------------------------------------------------- world
 
 
 _LOOK_INTERVAL_S = 0.0005

@@ -17,12 +17,7 @@ import torch.distributed as dist
 from elasticstate.compat.process_groups import Store, use_gloo_address
 from elasticstate.errors import CollectiveError, UnreachableError, UsageError
 from elasticstate.log import logger
-from elasticstate.net.names import (
-    interface_addresses,
-    interface_names,
-    is_loopback,
-    selecting_interface,
-)
+from elasticstate.net.names import interface_addresses, interface_names, is_loopback, selecting_interface
 from elasticstate.options import environment_variable, set_unless_given
 from elasticstate.worker.contexts.context import Rendezvous
 

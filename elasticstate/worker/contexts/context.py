@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +26,6 @@ from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
-
-# -------------------------------------------------------------------------------------------------------------- context
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +51,32 @@ class Fault(Enum):
     DEVICE = auto()  # nothing in this process can use its device again: another process must replace it
 
 
-class Context(Protocol):
+class Context(ABC):
     """All process groups of one generation. Used on the main thread only. Any thread may call ``sever``."""
 
-    severs_in_python: bool  # ``sever`` cuts more than ``sockets``
-    raises_when_cut: bool  # a collective that is cut raises an error; otherwise it may leave garbage in its tensors
+    severs_in_python = False  # ``sever`` cuts more than ``sockets``
+    raises_when_cut = True  # a collective that is cut raises an error; otherwise it may leave garbage in its tensors
 
-    @property
-    def sockets(self) -> GlooSockets:
+    def __init__(self) -> None:
+        self.sockets = GlooSockets()
         """The sockets that the sentinel cuts without Python."""
 
     def watch_store(self, address: tuple[str, int]) -> None:
         """Make ``sever`` also cut this process's connections to the store at ``address``."""
+        self.sockets.watch_store(*address)
 
+    @abstractmethod
     def create(self, rendezvous: Rendezvous) -> None:
         """Create the default process group of the generation.
 
         Raises the backend's errors when a member is missing, or when the generation is severed during the call.
         """
 
+    @abstractmethod
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
         """Return a group of these ranks, ascending. Only these ranks call it. The group lasts until ``destroy``."""
 
+    @abstractmethod
     def sever(self) -> None:
         """Cut all communication: a thread that is in, or enters, a collective, an init or a store wait gets an error.
 
@@ -85,10 +88,13 @@ class Context(Protocol):
 
         Any thread may call it, each second, where ``severs_in_python`` is true. "" after ``destroy`` has begun.
         """
+        return ""
 
+    @abstractmethod
     def broken(self) -> bool:
         """Return True if the generation's communication is cut: by this process, or by the loss of a member."""
 
+    @abstractmethod
     def has_failed(self) -> bool:
         """Return True if a collective of this generation has failed in this process, whatever caught its error.
 
@@ -100,19 +106,25 @@ class Context(Protocol):
 
         Cheap enough for each tick. Do not call it after the last tick of the generation: then members leave by plan.
         """
+        return False
 
+    @abstractmethod
     def classify(self, error: BaseException) -> Fault:
         """Return the meaning of one exception, without its causes."""
 
     def usable(self) -> bool:
         """Return True if this process, after a failure, can be a member of another generation."""
+        return True
 
     def retire(self) -> Callable[[], None]:
         """Take the groups of a generation out of use that all members have left by plan, so that nothing is in flight.
 
         Return the function that destroys what remains: it may run on another thread, beside the next generation.
         """
+        self.destroy()
+        return lambda: None
 
+    @abstractmethod
     def destroy(self, by_plan: bool = False) -> None:
         """Destroy the groups. No thread and no descriptor of the generation remains afterwards.
 
@@ -130,15 +142,12 @@ class Backend(Protocol):
         """Return a context for the next generation. The one before it has been destroyed."""
 
 
-# --------------------------------------------------------------------------------------------------------------- groups
-# TorchGroups: the groups that torch creates in one generation.
-#
-# These are the default group and those of user code's ``new_group``, ``split_group`` and ``DeviceMesh``. TorchGroups
-# registers each group, and sets the world's timeout.
-
-
 class TorchGroups:
-    """Registry of all groups of this process from ``create`` to ``destroy``. Main thread only."""
+    """The groups that torch creates in one generation, from ``create`` to ``destroy``. Main thread only.
+
+    These are the default group and those of user code's ``new_group``, ``split_group`` and ``DeviceMesh``. They get the
+    world's timeout.
+    """
 
     def __init__(self, begin: Callable[[int], bool], end: Callable[[], None]) -> None:
         """Set the callbacks: ``begin(size)`` before the creation of a group (False stops it), ``end()`` afterwards."""
@@ -183,10 +192,6 @@ class TorchGroups:
             return create(*args, **kwargs)
         finally:
             self._end()
-
-
-# --------------------------------------------------------------------------------------------------------------- device
-# Calls of CUDA on threads of their own, and checks for a lost device, which this process can never use again.
 
 
 # cudaError_t after which "the process must be terminated and relaunched", according to the CUDA runtime documentation:

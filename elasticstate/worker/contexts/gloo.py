@@ -16,24 +16,20 @@ from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
 from elasticstate.worker.contexts import addresses
-from elasticstate.worker.contexts.addresses import explained
-from elasticstate.worker.contexts.context import Fault, Rendezvous, TorchGroups
-
-# ---------------------------------------------------------------------------------------------------------- gloo groups
-# Gloo groups of one generation, which native/gloo_sockets.hpp finds and cuts without Python.
-#
-# With the gloo backend these are all groups, with the nccl backend those for CPU tensors.
-
+from elasticstate.worker.contexts.context import Context, Fault, Rendezvous, TorchGroups
 
 _CUT_AFTER_S = 0.05  # on leaving a generation, cut operations that take longer; ended ones are cleared sooner
 _QUIET_TIMEOUT_S = 5.0  # maximum time until cut operations end
 
 
 class GlooGroups:
-    """Sockets of the groups, and the groups that torch does not manage. Main thread only, except ``sockets``."""
+    """The Gloo groups of one generation that torch does not manage. Main thread only, except ``sockets``.
 
-    def __init__(self) -> None:
-        self.sockets = GlooSockets()
+    With the gloo backend these are all groups, with the nccl backend those for CPU tensors.
+    """
+
+    def __init__(self, sockets: GlooSockets) -> None:
+        self.sockets = sockets
         self._own: list[tuple[tuple[int, ...], Any]] = []
 
     def subgroup(self, at: Rendezvous, ranks: tuple[int, ...]) -> Any:
@@ -47,7 +43,7 @@ class GlooGroups:
         if not self.sockets.begin_group(len(ranks)):
             raise CollectiveError("the generation has ended")
         try:
-            with explained(at):
+            with addresses.explained(at):
                 group = dist.ProcessGroupGloo(
                     PrefixStore(name, at.store), ranks.index(at.rank), len(ranks), at.collective_timeout
                 )
@@ -74,13 +70,6 @@ class GlooGroups:
         self._own.clear()
         return groups
 
-    def clear(self) -> None:
-        """Drop the groups that torch does not manage."""
-        self._own.clear()
-
-
-# ----------------------------------------------------------------------------------------------------------------- gloo
-
 
 class GlooBackend:
     """The Gloo backend (see context.Backend). None of its objects outlives a generation."""
@@ -93,47 +82,51 @@ class GlooBackend:
                 "this build of torch does not permit to measure waits in collectives, so no straggler is named"
             )
         addresses.use_for_gloo(environment.local_address)
-
         self._counts_failures = count_failed_collectives()
 
     def context(self) -> GlooContext:
         return GlooContext(self._counts_failures)
 
 
-class GlooContext:
+class GlooContext(Context):
     """The Gloo groups of one generation. See context.Context."""
-
-    severs_in_python = False
-    raises_when_cut = True
 
     def __init__(self, counts_failures: bool = False) -> None:
         """``counts_failures``: ``_native.count_failed_collectives`` has returned True."""
+        super().__init__()
         self._counts_failures = counts_failures
-        self._gloo = GlooGroups()
-        self.sockets = self._gloo.sockets
-        self._groups = TorchGroups(self.sockets.begin_group, self.sockets.end_group)
+        self._gloo = GlooGroups(self.sockets)
+        self._groups = TorchGroups(self._begin_group, self._end_group)
         self._rendezvous: Rendezvous | None = None
 
     # ------------------------------------------------------------------------------------------------------ main thread
 
-    def watch_store(self, address: tuple[str, int]) -> None:
-        self.sockets.watch_store(*address)
-
     def create(self, rendezvous: Rendezvous) -> None:
+        self._create(rendezvous, "gloo")
+
+    def _create(self, rendezvous: Rendezvous, backend: str, **options: Any) -> None:
         self._rendezvous = rendezvous
         addresses.announce(rendezvous)
         with addresses.explained(rendezvous):
             self._groups.create(
-                "gloo",
+                backend,
                 rendezvous.collective_timeout,
                 store=rendezvous.store,
                 rank=rendezvous.rank,
                 world_size=rendezvous.size,
                 timeout=rendezvous.init_timeout,
+                **options,
             )
         set_default_group_timeout(rendezvous.collective_timeout)
 
+    def _begin_group(self, size: int) -> bool:
+        return self.sockets.begin_group(size)
+
+    def _end_group(self) -> None:
+        self.sockets.end_group()
+
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
+        """Return a Gloo group. With NCCL, too: only CPU tensors are sent in it."""
         assert self._rendezvous is not None, "there is a generation"
         return self._gloo.subgroup(self._rendezvous, ranks)
 
@@ -147,7 +140,7 @@ class GlooContext:
 
     def destroy(self, by_plan: bool = False) -> None:
         self._gloo.be_quiet()
-        self._gloo.clear()
+        self._gloo.take()
         self._rendezvous = None
         self._groups.destroy()
         self.sockets.forget()
@@ -161,16 +154,10 @@ class GlooContext:
     def classify(self, error: BaseException) -> Fault:
         return Fault.GENERATION if isinstance(error, dist.DistError) else Fault.UNKNOWN
 
-    def usable(self) -> bool:
-        return True
-
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
         self.sockets.sever()
-
-    def own_failure(self) -> str:
-        return ""  # a collective that fails raises an error
 
     def broken(self) -> bool:
         """Return True if a pair in one of the groups has lost its connection, or this process has cut all of them."""

@@ -29,11 +29,10 @@ from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import ANY_NCCL, WorkerEnvironment, environment_variable, set_unless_given
 from elasticstate.worker.contexts import addresses, context as devices
-from elasticstate.worker.contexts.context import Fault, Rendezvous, TorchGroups
-from elasticstate.worker.contexts.gloo import GlooGroups
+from elasticstate.worker.contexts.context import Fault, Rendezvous
+from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.replacement import exit_for_replacement
 
-# -------------------------------------------------------------------------------------------------------- nccl settings
 # Environment variables for torch and NCCL that let a process outlive the failure of its communicators.
 #
 # Sources, unless named otherwise: ``ProcessGroupNCCL.hpp`` of torch 2.13 (torch/csrc/distributed/c10d),
@@ -156,9 +155,6 @@ def nccl_version() -> tuple[int, ...]:
     return tuple(version[:3])
 
 
-# ----------------------------------------------------------------------------------------------------------------- nccl
-
-
 _TOGETHER_TIMEOUT_S = 5.0  # maximum time until all members have completed their last operations
 _ABORT_TIMEOUT_S = 15.0  # a usual abort takes 0.5 s (nvidia-resiliency-ext, usage guide of the in-process restart)
 _LOOK_INTERVAL_S = 0.005
@@ -233,7 +229,7 @@ def _make_sure_of_device(backend: str, slot: int) -> None:
     raise UsageError(f"--backend: {backend!r}: {problem}. {remedy}.")
 
 
-class NcclContext:
+class NcclContext(GlooContext):
     """The NCCL and Gloo groups of one generation. See context.Context."""
 
     severs_in_python = True
@@ -241,13 +237,10 @@ class NcclContext:
 
     def __init__(self, scratch: torch.Tensor | None, device: torch.device, backend: str = "nccl") -> None:
         """``scratch``: a tensor with one number on ``device``, made before the first generation."""
+        super().__init__()
         self._scratch = scratch
         self._device = device
         self._backend = backend
-        self._gloo = GlooGroups()
-        self.sockets = self._gloo.sockets
-        self._groups = TorchGroups(self._begin_group, self._end_group)
-        self._rendezvous: Rendezvous | None = None
         self._failure = ""  # what NCCL has found by itself
         self._lock = threading.Lock()  # for the attributes below, and for the end of ``_rendezvous``
         self._severed = False
@@ -258,9 +251,6 @@ class NcclContext:
 
     # ------------------------------------------------------------------------------------------------------ main thread
 
-    def watch_store(self, address: tuple[str, int]) -> None:
-        self.sockets.watch_store(*address)
-
     def create(self, rendezvous: Rendezvous) -> None:
         """Create the Gloo part first, which needs all members to arrive.
 
@@ -268,19 +258,7 @@ class NcclContext:
         see ``sever``.
         """
         assert self._scratch is not None, "prepare() comes first"
-        self._rendezvous = rendezvous
-        addresses.announce(rendezvous)
-        with addresses.explained(rendezvous):
-            self._groups.create(
-                f"cpu:gloo,cuda:{torch_name(self._backend)}",
-                rendezvous.collective_timeout,
-                store=rendezvous.store,
-                rank=rendezvous.rank,
-                world_size=rendezvous.size,
-                timeout=rendezvous.init_timeout,
-                device_id=self._device,
-            )
-        process_groups.set_default_group_timeout(rendezvous.collective_timeout)
+        self._create(rendezvous, f"cpu:gloo,cuda:{torch_name(self._backend)}", device_id=self._device)
         part = _nccl_of(dist.group.WORLD)
         if part is not None:  # torch's function above omits some backends, depending on its version
             process_groups.set_part_timeout(part, rendezvous.collective_timeout)
@@ -294,11 +272,6 @@ class NcclContext:
         self.sockets.end_group()
         with self._lock:
             self._making = False
-
-    def subgroup(self, ranks: tuple[int, ...]) -> Any:
-        """Return a Gloo group, because only CPU tensors are sent in it."""
-        assert self._rendezvous is not None, "there is a generation"
-        return self._gloo.subgroup(self._rendezvous, ranks)
 
     def retire(self) -> Callable[[], None]:
         """Destroy the groups at once: see context.Context."""
@@ -330,7 +303,7 @@ class NcclContext:
             # (https://github.com/vllm-project/vllm/pull/39846). Those of a script that has left are garbage.
             gc.collect()
         is_aborted = self._abort(on_late_abort)
-        self._gloo.clear()
+        self._gloo.take()
         with self._lock:
             self._rendezvous = None  # no abort begins from now on
         if not is_aborted:

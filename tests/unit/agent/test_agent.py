@@ -96,8 +96,8 @@ def test_without_a_driver_a_hold_is_released_and_training_goes_on_for_a_while(tm
 def test_the_jobs_directory_is_not_made_anew_after_the_last_agent_has_removed_it(tmp_path: Path) -> None:
     always_looking = """
 import runpy
-import elasticstate.agent.supply
-elasticstate.agent.supply._LOOK_INTERVAL_S = 0.0
+import elasticstate.agent.host_storage
+elasticstate.agent.host_storage._LOOK_INTERVAL_S = 0.0
 runpy.run_module("elasticstate.agent", run_name="__main__")
 """
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from elasticstate.agent.supervisor import Calls
-from elasticstate.agent.worker import WorkerHandle
+from elasticstate.agent.workers import WorkerHandle
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import CallReport, WatchCalls
 from elasticstate.net import messages

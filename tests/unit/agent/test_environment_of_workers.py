@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticstate.agent.worker import environment_of_workers
+from elasticstate.agent.host_job import environment_of_workers
 
 
 def test_the_variables_of_torch_are_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ class Host:
         self.said: list[str] = []
         self.sealed: set[int] = set()
         self.storage = HostStorage(self.directory, "c0ffee", "h", self.said.append)
-        self.room = StorageAllocator(self.storage, "h", lambda: 2, self.said.append)
+        self.room = StorageAllocator(self.storage, lambda: 2)
 
     def size(self, slot: int, index: int) -> int:
         return (self.directory.path / buffer_file(slot, index)).stat().st_size
@@ -210,7 +210,7 @@ def test_a_spare_file_of_the_copies_makes_way_for_a_buffer(small: Path) -> None:
     store.forget(CommitId(1, 2))
     assert "are free" in host.make((0, 0, MB))[0][1], "one copy and one spare file leave no space"
     host.room.close()
-    host.room = StorageAllocator(host.storage, "h", lambda: 2, host.said.append, store)
+    host.room = StorageAllocator(host.storage, lambda: 2, store)
     assert host.make((0, 0, MB)) == [(MB, "")]
     assert store.kept() == [(SlotId("a", 0), CommitId(1, 2))]
     store.close()

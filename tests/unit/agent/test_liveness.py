@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.worker import Liveness, stamps_interval_s
+from elasticstate.agent.supervisor import Liveness, stamps_interval_s
 from elasticstate.core.ids import CommitId
 from elasticstate.net.messages import Place, Stamp
 from tests.kit.pages import page_at

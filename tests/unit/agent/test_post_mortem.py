@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate import tracebacks
-from elasticstate.agent.worker import Ending, cause_of_death, count_oom_kills
+from elasticstate.agent.workers import Ending, cause_of_death, count_oom_kills
 
 
 def test_the_error_file_comes_before_the_end_of_stderr(tmp_path: Path) -> None:

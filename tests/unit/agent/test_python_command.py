@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.python_command import for_new_process, reason_against_template
+from elasticstate.agent.template_process import for_new_process, reason_against_template
 from elasticstate.worker import new_process
 
 PATH = {"PATH": os.path.dirname(sys.executable) + os.pathsep + "/usr/bin"}

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.worker import Ending, WorkerProcess, start_command
+from elasticstate.agent.template_process import start_command
 from elasticstate.agent.worker_output import Audience, Outputs, Pump
+from elasticstate.agent.workers import Ending, WorkerProcess
 from elasticstate.core.ids import WorkerId
 from elasticstate.options import Options
 from elasticstate.processes import session_members

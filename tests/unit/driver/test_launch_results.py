@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from elasticstate.agent.supply import Results
+from elasticstate.agent.host_storage import Results
 from elasticstate.commits import result_hasher
 from elasticstate.core.ids import HostSlots, WorkerId
 from elasticstate.core.state import Membership

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+
 import pytest
 
 from elasticstate.errors import OptionError
-from elasticstate.mpi.installation import MpiInstallation, short_version, usable
+from elasticstate.mpi import installation
+from elasticstate.mpi.installation import MpiInstallation, require_mpi, short_version
 
 
 @pytest.mark.parametrize(
@@ -23,11 +27,12 @@ def test_a_version_in_short(text: str, short: str) -> None:
     assert short_version(text) == short
 
 
-def test_an_mpi_without_a_problem_can_be_used() -> None:
-    found = MpiInstallation(mpi4py="4.1.2")
-    assert usable(found) is found
+@pytest.mark.parametrize("problem", ["", "there is no mpirun. Run pip."])
+def test_a_problem_names_option_and_value(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def search(timeout_s: float) -> MpiInstallation:
+        return MpiInstallation(mpi4py="4.1.2", problem=problem)
 
-
-def test_a_problem_names_option_and_value() -> None:
-    with pytest.raises(OptionError, match=r"^--backend: 'mpi': there is no mpirun\. Run pip\.$"):
-        usable(MpiInstallation(problem="there is no mpirun. Run pip."))
+    monkeypatch.setattr(installation, "search", search)
+    expected = rf"^--backend: 'mpi': {re.escape(problem)}$"
+    with pytest.raises(OptionError, match=expected) if problem else nullcontext():
+        require_mpi(1.0)

@@ -24,7 +24,7 @@ import torch
 
 import elasticstate
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator
-from elasticstate.agent.worker import Liveness
+from elasticstate.agent.supervisor import Liveness
 from elasticstate.commits import CommitDirectory
 from elasticstate.core.ids import CommitId
 from elasticstate.net.link import Given
@@ -85,7 +85,7 @@ class Slot:
         self.owner = self.storage.owner(SLOT)
         self.result = self.storage.make_result(SLOT)
         self.liveness = Liveness(self.storage.files(SLOT).page, self.owner)
-        self.allocator = StorageAllocator(self.storage, "h", lambda: 1, lambda _: None)
+        self.allocator = StorageAllocator(self.storage, lambda: 1)
         self.contents: dict[CommitId, tuple[dict[str, Any], bytes]] = {}
         self.may_be_newest: set[CommitId | None] = {None}
         self.id = CommitId(1, 0)

@@ -1,4 +1,4 @@
-"""CallMonitor: reports of states that last, from its own thread."""
+"""Monitor of collective calls: reports of states that last, from its own thread."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from elasticstate.worker import call_monitor
 
 
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[CallReport]]:
+def reports() -> Iterator[queue.Queue[CallReport]]:
     found: queue.Queue[CallReport] = queue.Queue()
-    monkeypatch.setattr(call_monitor, "_monitor", None)
     call_monitor.start(found.put)
     yield found
     call_monitor.stop()
 
 
-def test_a_call_outside_of_a_job_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_monitor, "_monitor", None)
+def test_a_call_outside_of_a_job_is_not_recorded() -> None:
     call_monitor.begin_call(1, 0, (), 1, "barrier()")
     call_monitor.end_call()
-    assert call_monitor._monitor is None
+    assert call_monitor._newest is None
 
 
 def test_a_wait_that_lasts_is_reported_and_so_is_its_end(reports: queue.Queue[CallReport]) -> None:
@@ -44,5 +42,6 @@ def test_a_wait_that_lasts_is_reported_and_so_is_its_end(reports: queue.Queue[Ca
 def test_a_forked_child_reports_nothing(reports: queue.Queue[CallReport]) -> None:
     child = os.fork()
     if child == 0:
-        os._exit(0 if call_monitor._monitor is None else 1)
+        call_monitor.begin_call(1, 0, (), 1, "barrier()")
+        os._exit(0 if call_monitor._newest is None else 1)
     assert os.waitpid(child, 0)[1] == 0

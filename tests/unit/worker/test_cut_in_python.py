@@ -46,7 +46,7 @@ def world(generation: int) -> messages.World:
 @pytest.fixture
 def sentinel() -> Iterator[Sentinel]:
     agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sentinel = Sentinel(mine, ME, _native.ControlPage(None))
+    sentinel = Sentinel(mine.detach(), ME, _native.ControlPage(None))
     sentinel.start(())
     with agent:
         yield sentinel

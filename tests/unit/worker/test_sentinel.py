@@ -40,7 +40,7 @@ class Worker:
         self.agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.agent.settimeout(LONG_S)
         self.page = _native.ControlPage(None)
-        self.sentinel = Sentinel(mine, ME, self.page, reports)
+        self.sentinel = Sentinel(mine.detach(), ME, self.page, reports)
         self.sentinel.start()
         self.sentinel.enter(world(GENERATION), GlooContext())
         self.ended_at: int | None = None

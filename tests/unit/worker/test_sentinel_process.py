@@ -50,7 +50,7 @@ def enter():
     sentinel.begin_training()
 
 page = _native.ControlPage(os.open(sys.argv[1], os.O_RDWR))
-sentinel = Sentinel(socket.socket(fileno=int(sys.argv[2])), WorkerId("h", 0, 1), page)
+sentinel = Sentinel(int(sys.argv[2]), WorkerId("h", 0, 1), page)
 sentinel.start()
 store = socket.create_connection(("127.0.0.1", int(sys.argv[3])))
 Context.sockets.watch_store("127.0.0.1", int(sys.argv[3]))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from elasticstate._native import ControlPage
-from elasticstate.agent import staging
-from elasticstate.agent.staging import (
+from elasticstate.agent import durable_uploads
+from elasticstate.agent.durable_uploads import (
     NoCommitError,
     Staged,
     StagingSlot,
@@ -93,7 +93,7 @@ def content(staged: Staged) -> set[float]:
         for offset, size in staged.places:
             file.seek(offset)
             data = file.read(size)
-            found = staging.cut(memoryview(data))
+            found = durable_uploads.cut(memoryview(data))
             weight = torch.frombuffer(bytearray(data[found.tensors : found.objects]), dtype=torch.float32)
             values.update(weight.tolist())
     return values
@@ -102,7 +102,7 @@ def content(staged: Staged) -> set[float]:
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int) -> list[int]:
     """Act in the middle of each copy, at most so often. Return the list of the copies, which grows."""
     lengths: list[int] = []
-    plain = staging._copy
+    plain = durable_uploads.copy_bytes
 
     def copy(source: int, target: int, offset: int, length: int) -> None:
         plain(source, target, offset, length // 2)
@@ -111,7 +111,7 @@ def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], time
         lengths.append(length)
         plain(source, target, offset, length)
 
-    monkeypatch.setattr(staging, "_copy", copy)
+    monkeypatch.setattr(durable_uploads, "copy_bytes", copy)
     return lengths
 
 
