@@ -25,7 +25,7 @@ LAUNCHERS = {
     "local": "elasticstate.launchers.local_launcher:LocalLauncher",
     "ssh": "elasticstate.launchers.command:SshLauncher",
     "slurm": "elasticstate.launchers.command:SrunLauncher",
-    "ray": "elasticstate.ray.ray_launcher:RayLauncher",
+    "ray": "elasticstate.ray:RayLauncher",
 }
 """The project's own launchers."""
 
