@@ -49,14 +49,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(forks.STARTUP), os.
 # Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
 os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 
-# With -n, the files that take longest come first, so that no process is left alone with one of them at the end.
+# With -n, the files that take longest come first, so that no process is left alone with one of them at the end: those
+# with more than 10 s of processor time.
 LONGEST = (
-    *("zoo", "chaos", "sharded", "sharded_faults", "hosts", "strangers", "examples", "survival", "other_launchers"),
-    *("kubernetes", "durable_shards", "launch", "plain", "newcomer_errors", "durable", "resume", "slurm", "ticks"),
-    *("torn_commits", "dial_in", "global_batch", "horovod_stalls", "hangs", "mpi", "uneven", "contexts", "horovod"),
-    *("mpi_hosts", "check", "horovod_launch", "stragglers", "ray", "dashboard", "driver_restart", "ends"),
-    *("reference_bugs", "overlap", "ssh_errors", "errors", "watched_shards", "joins", "one_copy", "spares"),
-    *("check_gpu", "aborts", "silence", "value_names", "full_disk", "loggers", "sinks"),
+    *("zoo", "kubernetes", "sharded", "huggingface", "examples", "template_process", "contexts", "loss", "launch"),
+    *("other_launchers", "hosts", "newcomer_errors", "strangers", "durable_shards", "survival", "plain", "mpi_hosts"),
+    *("sinks", "horovod_examples", "sharded_faults", "chaos", "commands", "lightning", "read_only", "dial_in", "slurm"),
+    *("durable", "check", "driver_restart", "torn_commits", "mpi", "horovod", "check_gpu", "fake_nccl"),
 )
 
 _failures_file: Path | None = None
@@ -103,6 +102,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(text)
 
 
+def contents(path: str) -> bytes:
+    """Return the bytes of a file of /proc; b"" if the process has ended."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+# Threads of the kernel, half of the entries of /proc. They are there before the first test, and after the last one.
+_KERNEL = {pid for pid in os.listdir("/proc") if pid.isdigit() and not contents(f"/proc/{pid}/cmdline")}
+
+
 def leftover_processes(lasting: set[int]) -> list[str]:
     """Return the living descendants of this process, and all processes that carry the mark of its jobs.
 
@@ -112,8 +124,8 @@ def leftover_processes(lasting: set[int]) -> list[str]:
     me = os.getpid()
     mark = f"\0ELASTICSTATE_TEST_RUN={me}\0".encode()
     found = set(descendants(me))
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if mark in b"\0" + contents(f"/proc/{pid}/environ"):
+    for pid in set(os.listdir("/proc")) - _KERNEL:
+        if pid.isdigit() and mark in b"\0" + contents(f"/proc/{pid}/environ"):
             found.add(int(pid))
     alive = (pid for pid in found - {me} - lasting if state(pid) not in "Z")
     return [f"{pid}: {contents(f'/proc/{pid}/cmdline').replace(chr(0).encode(), b' ').decode()}" for pid in alive]
@@ -130,15 +142,6 @@ def descendants(pid: int) -> Iterator[int]:
 def state(pid: int) -> str:
     """Return the state of a process as ps shows it; "" if the process is gone."""
     return contents(f"/proc/{pid}/stat").rpartition(b")")[2][1:2].decode()
-
-
-def contents(path: str) -> bytes:
-    """Return the bytes of a file of /proc; b"" if the process has ended."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except OSError:
-        return b""
 
 
 def connections() -> set[str]:

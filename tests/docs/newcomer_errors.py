@@ -32,6 +32,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+from tests.kit import forks  # noqa: E402
+
+Process = forks.Piped | subprocess.Popen[str]
 PAGES = (ROOT / "docs" / "troubleshooting.md", Path(__file__).with_name("plain_mistakes.txt"))
 SCRIPTS = Path(__file__).with_name("mistakes")
 FILES = {".py": "train.py", ".txt": "train.py", ".sh": "discover.sh"}  # suffix of a script -> name in the run
@@ -95,21 +100,25 @@ class Place:
     directory: Path
     port: str
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start ``elasticrun``, beside the command of the page."""
-        return self.run([sys.executable, "-m", "elasticstate", *arguments])
+    def start(self, *arguments: str) -> Process:
+        """Start ``elasticrun``. It forks from a process that has imported torch: most mistakes need a whole job."""
+        return forks.elasticrun(arguments, self.directory, self._environment(), one_pipe=True)
 
-    def run(self, command: list[str]) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(self.directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    def run(self, command: list[str]) -> Process:
+        """Start a command of the page, in a new process."""
         return subprocess.Popen(
             command,
             cwd=self.directory,
-            env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**self._environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(self.directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, "PATH": path}
 
 
 # ------------------------------------------------------------------------------------- what surrounds the command
@@ -148,7 +157,7 @@ def driver_that_listens(place: Place) -> AbstractContextManager[None]:
     return running(place, "-np", "1", "--listen", address, "--token-file", "job.token", "true")
 
 
-def stop(process: subprocess.Popen[str]) -> str:
+def stop(process: Process) -> str:
     """End an ``elasticrun`` and its workers. Return the output that nobody has read."""
     for end in (process.terminate, process.terminate, process.kill):  # the second SIGTERM kills the workers
         end()
@@ -273,7 +282,9 @@ def run(example: Example) -> Result:
         with case.around(place):
             started = time.monotonic()
             for command in example.commands:
-                process = place.run(shlex.split(command.replace(PORT, place.port)))
+                words = shlex.split(command.replace(PORT, place.port))
+                is_plain = words[0] == "elasticrun" and case.elasticrun == PLAIN
+                process = place.start(*words[1:]) if is_plain else place.run(words)
                 try:
                     begin = _read_until(process, case.stops_at) if case.stops_at else ""
                     printed = begin + process.communicate(timeout=LIMIT_S)[0]
@@ -284,7 +295,7 @@ def run(example: Example) -> Result:
     return Result(shown(printed), printed, process.returncode, seconds)
 
 
-def _read_until(process: subprocess.Popen[str], text: str) -> str:
+def _read_until(process: Process, text: str) -> str:
     """Return the output up to the line with ``text``, and interrupt the process then, or when its time is over."""
     limit = threading.Timer(LIMIT_S, process.kill)
     limit.start()
@@ -335,6 +346,7 @@ def stable(output: str) -> list[str]:
 def run_all(names: Iterable[str]) -> Iterator[tuple[str, Result]]:
     """Run the examples of these names, two at a time. Leave out those that this machine cannot run."""
     known = examples()
+    forks.template()  # the threads share it
     with ThreadPoolExecutor(AT_ONCE) as threads:
         futures = {name: threads.submit(run, known[name]) for name in CASES if name in names and CASES[name].possible()}
         for name, future in futures.items():
@@ -364,7 +376,7 @@ def _free_port() -> str:
 
 def main(arguments: list[str]) -> None:
     names = [name for name in arguments if name != "--update"] or list(CASES)
-    with tempfile.TemporaryDirectory(prefix="es-") as runtime:
+    with tempfile.TemporaryDirectory(prefix="es-") as runtime, forks.template_in_use(set()):
         os.environ["XDG_RUNTIME_DIR"] = runtime
         results = {}
         for name, result in run_all(names):

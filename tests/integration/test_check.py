@@ -121,11 +121,15 @@ def test_what_is_asked_for_and_missing_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
-def test_nccl_without_cuda() -> None:
-    status, stdout, stderr = check("--backend", "nccl")
+def test_nccl_without_cuda_and_a_hostfile_that_is_not_there() -> None:
+    status, stdout, stderr = check("--backend", "nccl", "--hostfile", "/nowhere")
     assert status == 1
     assert "[ ] CUDA" in stdout
-    assert stderr == "elasticrun: --backend: 'nccl': torch has no NCCL, or sees no CUDA device. See the lines above.\n"
+    assert "[ ] hostfile /nowhere could not be read: No such file or directory" in stdout
+    assert sorted(stderr.splitlines()) == [
+        "elasticrun: --backend: 'nccl': torch has no NCCL, or sees no CUDA device. See the lines above.",
+        "elasticrun: --hostfile: 1 of 1 hosts cannot be used. See the lines above.",
+    ]
 
 
 def test_hosts_that_cannot_be_reached(tmp_path: Path) -> None:
@@ -134,13 +138,6 @@ def test_hosts_that_cannot_be_reached(tmp_path: Path) -> None:
     assert status == 1
     assert "    [X] localhost: this machine\n    [ ] nobody.invalid: is unreachable by ssh: " in stdout
     assert stderr == "elasticrun: --host-discovery-script: 1 of 2 hosts cannot be used. See the lines above.\n"
-
-
-def test_a_hostfile_that_is_not_there() -> None:
-    status, stdout, stderr = check("--hostfile", "/nowhere")
-    assert status == 1
-    assert "[ ] hostfile /nowhere could not be read: No such file or directory" in stdout
-    assert stderr == "elasticrun: --hostfile: 1 of 1 hosts cannot be used. See the lines above.\n"
 
 
 def test_wrong_usage() -> None:

@@ -54,7 +54,7 @@ def check(script: Path, out: Path, *options: str) -> tuple[int, dict[str, Any], 
     return ran.returncode, said, markdown.read_text() if markdown.exists() else ""
 
 
-@pytest.mark.parametrize("backend", ["nccl", "nccl2"])
+@pytest.mark.parametrize("backend", ["nccl", pytest.param("nccl2", marks=pytest.mark.long)])
 def test_all_sections_on_a_simulated_device(tmp_path: Path, backend: str) -> None:
     status, said, markdown = check(SCRIPT, tmp_path, "--fake", "--backend", backend)
     assert status == 0, markdown

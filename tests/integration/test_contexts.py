@@ -28,6 +28,7 @@ FAKES = {
 }
 GPUS = [pytest.param("nccl", marks=NO_GPU), pytest.param("nccl2", marks=[NO_GPU, NO_NCCL2])]
 BACKENDS = ["gloo", "mpi", "fake nccl", "fake nccl2", *GPUS]
+LEGACY = "fake nccl-legacy"
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
         os.close(directory)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*BACKENDS, pytest.param(LEGACY, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest, template: Template, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
     backend, *fake = FAKES.get(request.param, (request.param,))
     made = Ranks(
@@ -85,7 +86,7 @@ def all_do(members: list[Rank], command: str, within_s: float = SOON_S) -> list[
     return answers
 
 
-@pytest.mark.parametrize("ranks", [*BACKENDS, "fake nccl-legacy"], indirect=True)
+@pytest.mark.parametrize("ranks", [*BACKENDS, LEGACY], indirect=True)
 def test_collectives_in_worlds_that_shrink_and_grow(ranks: Ranks) -> None:
     members = ranks.boot(3)
     for name, count in (("three", 3), ("two", 2), ("one", 1), ("four", 4)):

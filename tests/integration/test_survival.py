@@ -160,14 +160,8 @@ def test_a_worker_dies_between_an_interrupt_at_a_tick_without_commit_and_its_rea
         survived(job, faults=1)
 
 
-@pytest.mark.parametrize("start", ["forked", "new-process"])
-def test_hosts_come_and_go_while_workers_die(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned changes lose nothing, also when a worker dies in the middle of one.
-
-    Each new process takes seconds to import torch, so that variant ends before the death of an agent, after which
-    workers start in the same way as before.
-    """
-    monkeypatch.setenv("ELASTICSTATE_PRELOAD", "" if start == "forked" else "off")
+def test_hosts_come_and_go_while_workers_die(tmp_path: Path) -> None:
+    """Planned changes lose nothing, also when a worker dies in the middle of one."""
     hosts = Hosts(tmp_path).set("localhost:2")
     options = ("-np", "2", "--min-np", "1", *hosts.options, *FAST, "--cooldown-range", "1", "2")
     faults = ["kill@leave:rank=1:generation=1"]
@@ -176,10 +170,9 @@ def test_hosts_come_and_go_while_workers_die(start: str, tmp_path: Path, monkeyp
         _a_host_is_added_while_another_worker_dies(job, hosts)
         _a_host_is_removed(job, hosts)
         _slots_are_reduced_and_rank_0_goes(job, hosts)
-        if start == "forked":
-            _an_agent_is_killed(job, hosts)
+        _an_agent_is_killed(job, hosts)
         job.stop_file.touch()
-        survived(job, faults=1, generations=9 if start == "forked" else 6)
+        survived(job, faults=1, generations=9)
 
 
 def world_after(job: Job, events: int, size: int) -> None:

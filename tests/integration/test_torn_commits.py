@@ -29,8 +29,6 @@ from tests.kit.pages import page_at
 from tests.kit.state import read_commit
 
 WRITERS = Path(__file__).parent / "scripts" / "torn_writers.py"
-KILLS = 320
-FLIPS = 10_000
 NAMES = ("control", "0.safetensors", "1.safetensors")
 
 
@@ -45,9 +43,10 @@ def shared_memory(tmp_path: Path) -> Iterator[Path]:
 # ---------------------------------------------------------------------------------------------- interrupted commits
 
 
-def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memory: Path) -> None:
+@pytest.mark.parametrize("wanted", [80, pytest.param(320, marks=pytest.mark.long)])
+def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memory: Path, wanted: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(WRITERS), str(shared_memory), str(KILLS), "7"],
+        [sys.executable, str(WRITERS), str(shared_memory), str(wanted), "7"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -55,7 +54,7 @@ def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memo
         check=True,
     )
     kills = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kills) == KILLS
+    assert len(kills) == wanted
     for kill in kills:
         assert kill["signal"] == 9
         held = {int(tick): wrong for tick, wrong in kill["held"].items()}
@@ -64,9 +63,9 @@ def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memo
         assert all(wrong == [] for wrong in held.values()), kill
     inside = [kill for kill in kills if kill["begun"] > kill["ended"]]
     torn = [kill for kill in inside if len(kill["held"]) == 1]  # one buffer had lost its seal, and had no new seal yet
-    print(f"{len(inside)} of {KILLS} kills struck inside a commit, {len(torn)} while a buffer was being written")
-    assert len(inside) >= 0.6 * KILLS
-    assert len(torn) >= 0.2 * KILLS
+    print(f"{len(inside)} of {wanted} kills struck inside a commit, {len(torn)} while a buffer was being written")
+    assert len(inside) >= 0.6 * wanted
+    assert len(torn) >= 0.2 * wanted
 
 
 def test_a_seal_that_is_half_written_is_none(tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_a_seal_that_is_half_written_is_none(tmp_path: Path) -> None:
 
 
 def a_state(tick: int) -> TorchState:
-    """Return a state so small that 10,000 random bits cover a good part of it."""
+    """Return a state so small that some thousand random bits cover a good part of it."""
     generator = torch.Generator().manual_seed(tick)
     model = torch.nn.Linear(20, 10)
     with torch.no_grad():
@@ -141,7 +140,10 @@ def lengths_of(storage: FileStorage) -> list[int]:
     return [seal[3] for seal in seals if seal is not None]
 
 
-def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("flips", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_no_bit_of_a_commit_can_change_unnoticed(
+    sealed: FileStorage, caplog: pytest.LogCaptureFixture, flips: int
+) -> None:
     older, newer = CommitId(1, 1), CommitId(1, 2)  # in buffer 0, in buffer 1
     expected = {commit: content_of(a_state(commit.tick)) for commit in (older, newer)}
     images, lengths = images_of(sealed), lengths_of(sealed)
@@ -149,7 +151,7 @@ def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: py
     state = a_state(9)
     chance = random.Random(11)
     seals_lost = 0
-    for _ in range(FLIPS):
+    for _ in range(flips):
         name = chance.choice(NAMES)
         at = chance.randrange(images[name].size if name == "control" else lengths[int(name[0])])
         bit = 1 << chance.randrange(8)
@@ -169,7 +171,7 @@ def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: py
         images[name][at] ^= bit
         images["control"][:] = pristine_page
         caplog.clear()
-    assert 20 < seals_lost < FLIPS / 10  # most of the page is not part of a seal
+    assert flips / 500 < seals_lost < flips / 10  # most of the page is not part of a seal
 
 
 # ----------------------------------------------------------------------------------------------------- random files

@@ -1,11 +1,10 @@
-"""Jobs of plain commands: one run of ``elasticrun`` in a new process, its events, and its workers."""
+"""Jobs of plain commands: one run of ``elasticrun`` with pipes, its events, and its workers."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.kit import forks
+
 
 class Job:
     """A running ``elasticrun``."""
@@ -23,13 +24,7 @@ class Job:
         self.events_file = directory / "events"
         self.name = f"test-{os.getpid()}"
         options = ["--events-file", str(self.events_file), "--job-name", self.name]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "elasticstate", *options, *argv],
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = forks.elasticrun([*options, *argv], directory)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         try:

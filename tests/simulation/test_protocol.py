@@ -27,17 +27,18 @@ MUST_BE_REACHED = (
         "restored",
     ),
     *("postponed leave", "cooldown gave way", "nothing lost", "I15", "job succeeded", "job failed"),
-    *("retained commit awaited", "retained commit given up", "beyond max_np"),
-    *("end: StateLostError", "end: no progress", "note worker_unresponsive"),
+    *("retained commit awaited", "beyond max_np", "end: StateLostError", "note worker_unresponsive"),
     *("notice", "notice gave way"),
     *("cut", "several hosts cut at once", "all hosts cut", "healed in time", "agent gave up", "evicted"),
     *("cleared before it was back", "stopped while cut off", "returned"),
-    *("lease waited for", "state on unreachable hosts", "I16 with 0", "I16 with 1"),
+    *("lease waited for", "state on unreachable hosts", "I16 with 0"),
     *("driver died", "died without a driver", "reattached", "the world goes on", "the world cannot go on"),
     *("the gate was open", "used once more"),
     *(f"fault {name}" for name in FAULTS),
     *(f"time: {part}" for part in ("goodput", "no_driver", "redone_ticks", "drain", "sync", "exit")),
 )
+RARE = ("retained commit given up", "end: no progress", "I16 with 1")  # once in hundreds or thousands of schedules
+MANY = 3000  # schedules, among which are the rare situations, too
 reached: Counter[str] = Counter()
 
 
@@ -51,7 +52,7 @@ def test_replicas_never_diverge_and_every_job_ends(number_of_schedules: int) -> 
         explore,
         number_of_schedules,
         reached,
-        MUST_BE_REACHED,
+        (*MUST_BE_REACHED, *(RARE if number_of_schedules >= MANY else ())),
         seed=st.integers(0, 2**64 - 1),
         actions=st.integers(30, 220),
     )

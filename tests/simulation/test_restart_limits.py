@@ -12,14 +12,14 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.state import Waiting
 from tests.kit.policy import policy_of
 from tests.kit.simulation.fleet import Fleet, Machine, Slots
+from tests.kit.simulation.schedules import explore_all
 
-SCHEDULES = 1_000
 FAULTS_SHARE = 0.2  # the part of the time-out in which good machines fail, too
 BOUND_SHARE = 0.7  # the part of the time-out, after the good machines work: half of it, several attempts, and a boot
 reached: Counter[str] = Counter()
@@ -109,14 +109,12 @@ def _break_all(rng: random.Random, fleet: Fleet, machines: list[Machine], limit_
     return until
 
 
-@settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
-@given(seed=st.integers(0, 2**64 - 1))
 def explore(seed: int) -> None:
     play(seed)
     reached["schedules"] += 1
 
 
-def test_whenever_enough_slots_are_good_a_world_forms_whatever_has_failed_before() -> None:
-    explore()
+def test_whenever_enough_slots_are_good_a_world_forms_whatever_has_failed_before(number_of_schedules: int) -> None:
     wanted = ("was training", "world", "gave way", "slot die", "slot hang", "agent refuse", "agent hang")
-    assert {name: reached[name] for name in wanted if reached[name] < SCHEDULES / 10} == {}
+    explore_all(explore, number_of_schedules, reached, wanted, seed=st.integers(0, 2**64 - 1))
+    assert {name: reached[name] for name in wanted if reached[name] < number_of_schedules / 10} == {}

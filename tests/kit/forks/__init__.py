@@ -10,14 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import elasticstate
 from elasticstate.net.link import PADDING_VARIABLE
-from tests.kit.forks.forked_job import OF_WORKERS
+from tests.kit.forks.forked_job import OF_WORKERS, is_as_imported
 
 SCRIPTS = Path(__file__).parents[2] / "integration" / "scripts"
 STARTUP = Path(__file__).parents[1] / "startup"  # has a sitecustomize.py
@@ -60,6 +63,9 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._handle], [], [], timeout)[0]:
@@ -69,10 +75,34 @@ class Forked:
         return self.returncode
 
 
+class Piped(Forked):
+    """A process whose stdout and stderr are pipes. ``stderr``: None, if it is the same pipe."""
+
+    def __init__(self, pid: int, stdout: TextIO, stderr: TextIO | None) -> None:
+        super().__init__(pid)
+        self.stdout, self.stderr = stdout, stderr
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end of the process. Return what it has written, and nobody has read."""
+        files = [self.stdout, *([self.stderr] if self.stderr else ())]
+        threads = ThreadPoolExecutor(len(files))
+        try:
+            stdout, *stderr = [each.result(timeout) for each in [threads.submit(file.read) for file in files]]
+        except FutureTimeoutError:
+            threads.shutdown(wait=False)
+            raise subprocess.TimeoutExpired("a job", timeout or 0) from None
+        threads.shutdown()
+        self.wait(timeout)
+        for file in files:
+            file.close()
+        return stdout, "".join(stderr)
+
+
 class Template:
     """The process from which scripts and jobs fork. It imports torch once for all tests of this process."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid()), _PADDING]
         self.environment = environment(_before_the_tests)
@@ -95,20 +125,23 @@ class Template:
         environment: Mapping[str, str] = os.environ,
         descriptors: tuple[int, int, int] = (0, 1, 2),
         agents: int = 0,
+        directory: Path | None = None,
     ) -> Forked:
         """Start a script. ``command``: its path and arguments. ``descriptors``: its stdin, stdout and stderr.
 
-        ``agents``: the number of agents that elasticrun may start in the same way.
+        ``agents``: the number of agents that elasticrun may start in the same way. ``directory``: the working
+        directory.
         """
-        request = json.dumps([list(map(str, command)), dict(environment), agents]).encode()
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(self._link, [request], list(descriptors))
-            pid = int(self._link.recv(100))
-            while _parent(pid) != os.getpid():
-                time.sleep(0.0005)
-        finally:
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        request = json.dumps([list(map(str, command)), dict(environment), agents, str(directory or "")]).encode()
+        with self._lock:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._link, [request], list(descriptors))
+                pid = int(self._link.recv(100))
+                while _parent(pid) != os.getpid():
+                    time.sleep(0.0005)
+            finally:
+                ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return Forked(pid)
 
 
@@ -154,6 +187,35 @@ def template() -> Template:
         _templates.append(Template())
         _lasting[0].add(_templates[0].pid)
     return _templates[0]
+
+
+def elasticrun(
+    arguments: Sequence[str], directory: Path, variables: Mapping[str, str] = os.environ, one_pipe: bool = False
+) -> Piped | subprocess.Popen[str]:
+    """Start ``elasticrun`` with pipes: forked from the template, if what that has imported is the same here.
+
+    ``one_pipe``: stderr is the pipe of stdout.
+    """
+    variables = environment(variables)
+    if not is_as_imported(template().environment, variables):
+        return subprocess.Popen(
+            [sys.executable, "-m", "elasticstate", *arguments],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if one_pipe else subprocess.PIPE,
+            env=variables,
+            text=True,
+        )
+    out, stdout = os.pipe()
+    err, stderr = (None, stdout) if one_pipe else os.pipe()
+    with open(os.devnull) as nothing:
+        agents = 4 if {"--host-discovery-script", "-H"} & {*arguments} else 1
+        command, descriptors = ["-m", "elasticstate", *arguments], (nothing.fileno(), stdout, stderr)
+        pid = template().fork(command, variables, descriptors, agents, directory).pid
+    for descriptor in {stdout, stderr}:
+        os.close(descriptor)
+    return Piped(pid, os.fdopen(out), None if err is None else os.fdopen(err))
 
 
 def _parent(pid: int) -> int:

@@ -1,9 +1,9 @@
 """``script_template.py DESCRIPTOR PARENT PADDING``: a process that has imported torch. Scripts and jobs fork from it.
 
-Each request on the socket has a Python command, its environment and a number of agents as JSON, and the descriptors of
-stdin, stdout and stderr. The answer is the id of its process. The process is an orphan, and so becomes a child of
-PARENT, which adopts orphans at that time. As many imports as scripts and hosts would take most of the time of the
-tests.
+Each request on the socket has a Python command, its environment, a number of agents and a directory as JSON, and the
+descriptors of stdin, stdout and stderr. The answer is the id of its process. The process is an orphan, and so becomes
+a child of PARENT, which takes in orphans at that time. As many imports as scripts and hosts would take most of the time
+of the tests.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import warnings
 
 gc.disable()
+threshold = (700, 10, 10)  # Python's own: startup/sitecustomize.py has one for imports
 
 import forked_job  # noqa: E402
 
@@ -33,8 +34,11 @@ for name in (*MODULES, "torch._dynamo", *OF_JOBS):
 link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
 
 
-def run(command: list[str], environment: dict[str, str], agents: int, descriptors: list[int]) -> None:
-    """Run a command in a child of ``parent``, as a new Python process would. ``agents``: 0, if it is no elasticrun."""
+def run(command: list[str], environment: dict[str, str], agents: int, directory: str, descriptors: list[int]) -> None:
+    """Run a command in a child of ``parent``, as a new Python process would. ``agents``: 0, if it is no elasticrun.
+
+    ``directory``: "", if that of this process is right.
+    """
     if (pid := fork()) != 0:
         link.send(str(pid).encode())
         os._exit(0)
@@ -45,6 +49,9 @@ def run(command: list[str], environment: dict[str, str], agents: int, descriptor
         os.dup2(descriptor, number)
         os.close(descriptor)
     replace_environment(environment)
+    if directory:
+        os.chdir(directory)
+    gc.set_threshold(*threshold)
     if agents:
         forked_job.prepare(agents)
         script.exit_after_finalization = os._exit  # to take modules down means to copy those of torch first

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-
-import pytest
+from math import isclose
 
 from elasticstate.core import types as t
 from elasticstate.core.figures import Times
@@ -27,13 +26,17 @@ class Books:
             if isinstance(effect, t.Note) and effect.event == "generation_finished":
                 self._generation_has_ended(effect)
         job, present = account.job(now), account.until(now).present
-        assert job.wall_s == pytest.approx(now - self._began_at, abs=1e-6), "goodput and badput are the wall time"
+        assert isclose(job.wall_s, now - self._began_at, rel_tol=1e-6, abs_tol=1e-6), (
+            "goodput and badput are the wall time"
+        )
         for part in Times.__struct_fields__:
             seconds: float = getattr(job, part)
             assert seconds >= -1e-9, f"{part} is {seconds}"
             assert getattr(present, part) >= -1e-9, f"{part} of the present generation"
             generations_s = self._ended[part] + getattr(present, part)
-            assert generations_s == pytest.approx(seconds, abs=1e-3), f"{part} of the generations and of the job"
+            assert isclose(generations_s, seconds, rel_tol=1e-6, abs_tol=1e-3), (
+                f"{part} of the generations and of the job"
+            )
             self.reached[f"time: {part}"] += seconds > 1e-6
 
     def _generation_has_ended(self, note: t.Note) -> None:
@@ -43,7 +46,7 @@ class Books:
         assert isinstance(wall_s, float)
         assert isinstance(goodput_s, float)
         assert isinstance(earlier_s, float)
-        assert wall_s == pytest.approx(goodput_s + sum(badput.values()), abs=1e-4)
+        assert isclose(wall_s, goodput_s + sum(badput.values()), rel_tol=1e-6, abs_tol=1e-4)
         assert all(seconds > 0 for seconds in badput.values())
         self._ended.update({"goodput": goodput_s - earlier_s, **badput})
         self._ended["redone_ticks"] += earlier_s

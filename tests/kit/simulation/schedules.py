@@ -103,6 +103,8 @@ class EventMaker:
         ]
         if any(host.agent == "asked" for host in m.hosts.values()):
             some.append((self._agent_joins, 8.0))
+        if any(host.agent == "stopping" for host in m.hosts.values()):
+            some.append((self._stopped_agent_joins, 0.5))
         if any(host.agent != "none" for host in m.hosts.values()):
             some += [(self._agent_lost, 0.4), (self._unreachable, 0.5), (self._host_draining, 0.2)]
             some.append((self._all_unreachable, 0.1))
@@ -128,7 +130,7 @@ class EventMaker:
             some.append((self._exit_of_the_confirmed, 8.0))
         if isinstance(m.phase, Running):
             some += [(self._failure, 0.7), (self._suspect, 0.6), (self._all_suspect, 0.3), (self._gate, 0.6)]
-            some += [(self._call, 1.0), (self._all_stand_still, 0.5)]
+            some += [(self._call, 1.0), (self._all_stand_still, 0.5), (self._all_train_on, 0.2)]
             if m.ledger.ticking.standstill is not None:
                 some.append((self._where, 3.0))
             some += [(self._tick, 3.0 if m.phase.first_tick else 12.0), (self._stray_ready, 0.05)]
@@ -163,6 +165,9 @@ class EventMaker:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"])
         self.away.pop(host, None)  # the new agent has replaced the unreachable one
         return t.AgentJoined(host, self._left_on(host))
+
+    def _stopped_agent_joins(self, m: Membership) -> t.Event:
+        return t.AgentJoined(self.rng.choice([h.name for h in m.hosts.values() if h.agent == "stopping"]))
 
     def _left_on(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
         slot_ids = [(slot_id, commit) for slot_id, commit in self._newest_by_slot().items() if slot_id.host == host]
@@ -271,12 +276,12 @@ class EventMaker:
             worker.id, t.Stamp(t.Place.TRAIN, worker.joined, ticks, commit, commit_s, self._pace(worker))
         )
 
-    def _pace(self, worker: Worker) -> tuple[tuple[int, int], ...]:
+    def _pace(self, worker: Worker, ticks: int | None = None) -> tuple[tuple[int, int], ...]:
         """Return points of the worker's own time. Workers in odd slots are slower, mostly."""
         tick, own_us = worker.pace[-1] if worker.pace else (5, 0)
         slow = worker.id.slot % 2 and self.rng.random() < 0.9
         each_us = (130_000 if slow else 100_000) + self.rng.randint(0, 5_000)
-        return tuple((tick + i, own_us + i * each_us) for i in range(1, self.rng.choice((1, 8, 16))))
+        return tuple((tick + i, own_us + i * each_us) for i in range(1, ticks or self.rng.choice((1, 8, 16))))
 
     def _sealed(self, m: Membership) -> t.Event:
         worker = self._any(m)
@@ -287,6 +292,18 @@ class EventMaker:
 
     def _all_alive(self, m: Membership) -> t.Event:
         beats = [t.FromWorker(w.id, t.Stamp(t.Place.TRAIN, w.joined, w.ticks, None)) for w in m.workers.values()]
+        return t.Several(tuple(beats))
+
+    def _all_train_on(self, m: Membership) -> t.Event:
+        """Report so many ticks of all members that they are compared, as one after the other rarely does."""
+        beats = [
+            t.FromWorker(
+                w.id,
+                t.Stamp(t.Place.TRAIN, w.joined, w.ticks + 15, self.commits.get(w.id), pace=self._pace(w, ticks=16)),
+            )
+            for w in m.workers.values()
+            if w.joined == m.generation
+        ]
         return t.Several(tuple(beats))
 
     def _all_stand_still(self, m: Membership) -> t.Event:

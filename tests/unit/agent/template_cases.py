@@ -42,8 +42,8 @@ def look():
     status = dict(line.split(":\t", 1) for line in text("/proc/self/status").splitlines() if ":\t" in line)
     deaths = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(deaths), 0, 0, 0)  # PR_GET_PDEATHSIG
-    adopts = ctypes.c_int()
-    ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+    reaps = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(reaps), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
     seen = {
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
@@ -68,7 +68,7 @@ def look():
         "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
         # glibc catches two signals of its own (32, 33) in a process that has had threads, as each one with torch has.
         "signals": [int(status[name], 16) & ~(3 << 31) for name in ("SigBlk", "SigIgn", "SigCgt")],
-        "death": [deaths.value, adopts.value],
+        "death": [deaths.value, reaps.value],
         "limits": [resource.getrlimit(limit) for limit in range(16)],
         "title": text("/proc/self/cmdline").rstrip("\0").split("\0"),
         "name": text("/proc/self/comm"),

@@ -275,19 +275,15 @@ _thread.start_new_thread(rest, ())
 named.acquire()
 """
 PRELOADS = {
-    "daemon": (SLEEPER.format(True), "starts the thread 'busy', and a fork"),
     "thread": (SLEEPER.format(False), "starts the thread 'busy', and a fork"),
     "two": (SLEEPER.format(True) + NATIVE.format(b"pool"), "starts the threads 'busy', 'pool', and a fork"),
-    "native": (NATIVE.format(b"pool"), "starts the thread 'pool', and a fork"),
     "absent": ("import missing_module", "ModuleNotFoundError: No module named 'missing_module'"),
-    "broken": ("if", "SyntaxError: "),
     "leaves": ("raise SystemExit(3)", "SystemExit: 3"),
     "ends": ("import os; os._exit(3)", "the template process exited with 3 while it imported this"),
     "killed": ("import os; os.kill(os.getpid(), 9)", "the template process was killed by SIGKILL while it"),
     "hiding": ("import second", "beside/second.py has the name of a module that is already imported"),
     "jemalloc": (NATIVE.format(b"jemalloc_bg_thd"), ""),
     "helper": (SLEEPER.format(True).replace("100", "0.2"), ""),
-    "none": ("", ""),
 }
 
 
@@ -403,7 +399,7 @@ def test_workers_die_with_their_agent(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_a_hundred_workers_leave_nothing_behind(tmp_path: Path) -> None:
+def test_thirty_workers_leave_nothing_behind(tmp_path: Path) -> None:
     shutil.copy(CASES, tmp_path / "cases.py")
 
     async def scenario(scene: Scene) -> None:
@@ -414,13 +410,13 @@ def test_a_hundred_workers_leave_nothing_behind(tmp_path: Path) -> None:
         template = template_of(scene)
         assert template is not None
         before = [(p.num_fds(), p.memory_info().rss) for p in (agent, template)]
-        for _ in range(50):
+        for _ in range(15):
             assert (await run.case("quick"))[0].exit_code == 7
             assert (await run.case("killed"))[0].signal == signal.SIGKILL
         after = [(p.num_fds(), p.memory_info().rss) for p in (agent, template)]
         for (fds_before, rss_before), (fds, rss) in zip(before, after, strict=True):
             assert fds <= fds_before + 1
-            assert rss < rss_before + (4 << 20)
+            assert rss < rss_before + (2 << 20)
 
         def zombies() -> list[psutil.Process]:
             return [p for p in agent.children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]

@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 from elasticstate.errors import UsageError
 from elasticstate.huggingface import ElasticTrainer, Trainer, TrainingState
 
-SAMPLES, GLOBAL, LENGTH, WORDS = 44, 24, 6, 32
-PARTS = ((24, 1), (4, 2), (5, 1), (1, 6))  # batch size and accumulation: the last step of an epoch has 20 samples
+SAMPLES, GLOBAL, LENGTH, WORDS = 22, 12, 6, 32
+PARTS = ((12, 1), (2, 2), (5, 1), (1, 6))  # batch size and accumulation: the last step of an epoch has 10 samples
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -283,7 +283,7 @@ def test_the_parts_of_a_step_change_neither_loss_nor_gradient(tmp_path: Path, na
 
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_models_that_count_labels_have_the_losses_of_the_plain_trainer(tmp_path: Path, make: Callable[[], Any]) -> None:
-    plain, found = (curve(tmp_path, make, tokens(), (12, 2), kind) for kind in (transformers.Trainer, Trainer))
+    plain, found = (curve(tmp_path, make, tokens(), (6, 2), kind) for kind in (transformers.Trainer, Trainer))
     assert found == pytest.approx(plain, rel=1e-5)
 
 
@@ -310,4 +310,4 @@ def test_a_step_of_the_users_own_gets_what_transformers_passes(tmp_path: Path, m
 
 def test_a_step_of_the_users_own_must_weigh_its_loss(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="UnweightedStep does not divide the loss by self"):
-        curve(tmp_path, gpt2, tokens(), (12, 2), UnweightedStep)
+        curve(tmp_path, gpt2, tokens(), (6, 2), UnweightedStep)

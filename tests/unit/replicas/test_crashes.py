@@ -143,7 +143,7 @@ def test_a_source_that_is_killed_during_a_push_leaves_an_agent_that_continues(st
     assert 0 < carried < SIZE
     assert b.copies.store.kept() == []
     a = stack.enter_context(Host("a", tmp_path))
-    assert a.copies.store.kept() == [(SLOT, C1)], "the copy on the own host is complete, and the next agent adopts it"
+    assert a.copies.store.kept() == [(SLOT, C1)], "the copy on the own host is complete: the next agent takes it over"
     a.copies.replicate(C1, {0: [type(a.target)("b", proxy.address)]})
     assert b.report() == ("kept", SLOT, C1)
     assert proxy.carried < SIZE + (2 << 20), "the bytes that had arrived were not sent again"

@@ -1,4 +1,4 @@
-"""The store of kept copies: its files, their adoption, damage, a full file system, and random programs."""
+"""The store of kept copies: its files, which the next agent takes over, damage, full file systems, random programs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_files_are_private_and_a_whole_safetensors_file(tmp_path: Path) -> None:
     assert file.read_bytes() == data + bytes(512), "the header names all of them"
 
 
-def test_the_next_agent_adopts_copies_and_drops_damaged_ones(tmp_path: Path) -> None:
+def test_the_next_agent_takes_over_copies_and_drops_damaged_ones(tmp_path: Path) -> None:
     with ExitStack() as stack:
         a = stack.enter_context(Host("a", tmp_path))
         data = {slot: put(a.copies.store, SlotId("a", slot), C1, b"x" * 9000) for slot in range(3)}
@@ -91,7 +91,7 @@ def open_copy(host: Host, slot: SlotId) -> Iterator[bytes]:
     source.close()
 
 
-def test_copies_of_another_job_are_not_adopted(tmp_path: Path) -> None:
+def test_copies_of_another_job_are_not_taken_over(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         put(store, SLOT, C1, b"x" * 5000)
     fd = os.open(tmp_path, os.O_RDONLY)

@@ -100,11 +100,16 @@ def quick_switches() -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------- hold protocol
 
 
-@pytest.mark.parametrize("collective", [True, False], ids=["with_collectives", "without"])
-def test_all_raise_at_the_same_tick_over_many_schedules(
-    quick_switches: None, collective: bool, number_of_schedules: int
-) -> None:
-    schedules = 2 * number_of_schedules if collective else number_of_schedules // 4
+@pytest.mark.parametrize(
+    ("collective", "schedules"),
+    [
+        pytest.param(True, 600, id="with_collectives"),
+        pytest.param(False, 100, id="without"),
+        pytest.param(True, 3000, id="with_collectives, long", marks=pytest.mark.long),
+        pytest.param(False, 300, id="without, long", marks=pytest.mark.long),
+    ],
+)
+def test_all_raise_at_the_same_tick_over_many_schedules(quick_switches: None, collective: bool, schedules: int) -> None:
     random_state = random.Random(7)
     later_than_hold = 0
     for schedule in range(schedules):
