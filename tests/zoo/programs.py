@@ -1216,7 +1216,7 @@ GROUPS = {
     ),
     "modules": (
         *("tied_weights", "parametrized_weights", "batch_norm", "dropout_with_a_seed_for_each_step"),
-        *("transformer_layer", "compiled_model"),
+        "transformer_layer",
     ),
 }
 """Programs that share a job. Each place of their own gets a strike, and the last strike is at a usual place."""
