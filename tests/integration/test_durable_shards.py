@@ -126,7 +126,9 @@ def all_manifests(place: Path) -> dict[str, int]:
 
 def test_a_sharded_state_survives_faults_lost_shards_and_the_loss_of_all_memory(tmp_path: Path) -> None:
     place = tmp_path / "run"
-    with train(tmp_path / "first", place, 3, "fsdp", "--regroup-timeout", "3", "--job-name", "durable-shards") as job:
+    patient = ("--durable-timeout", "30")  # no other host's part of a copy fails before the one that is struck
+    options = ("--regroup-timeout", "3", "--job-name", "durable-shards", *patient)
+    with train(tmp_path / "first", place, 3, "fsdp", *options) as job:
         wait_for_copies(job, 3)
         begun = [milliseconds_of(event["folder"]) or 0 for event in saved(job)]
         assert all(late - early >= 490 for early, late in pairwise(begun)), begun
