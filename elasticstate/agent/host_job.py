@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
@@ -130,11 +131,21 @@ def _seen_at(address: str, options: Options) -> str:
 
 
 def environment_of_workers(passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Merge this process's environment, variables from the driver's host and the job's variables."""
+    """Merge this process's environment, variables from the driver's host and the job's variables.
+
+    ``python`` is this process's, unless the job has a PATH of its own: ``venv/bin/elasticrun`` works in an environment
+    that is not activated.
+    """
     # The stack of a segmentation fault shows its cause.
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    needed = missing_temporary_directory()
-    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given), **needed}
+    found = {**defaults, **inherited_environment(), **dict(passed_on)}
+    programs = os.path.dirname(sys.executable)
+    if sys.prefix not in ("/usr", "/usr/local"):  # their programs must not come before those of the user
+        path = found.get("PATH", os.defpath)
+        first = shutil.which("python", path=path)
+        if first is None or os.path.dirname(first) != programs:
+            found["PATH"] = f"{programs}{os.pathsep}{path}"
+    return {**found, **dict(given), **missing_temporary_directory()}
 
 
 _LEAST_INTERVAL_S = 1.0

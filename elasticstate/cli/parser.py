@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +18,7 @@ from elasticstate.terminal import complain
 
 _WIDTH = 118
 _USAGE = """\
-elasticrun -np N [options] COMMAND...
+elasticrun [-np N] [options] COMMAND...
        elasticrun agent --join HOST:PORT --token-file F
        elasticrun status JOB [--watch]
        elasticrun trace EVENTS -o trace.json
@@ -29,12 +32,14 @@ _DESCRIPTION = """\
 Run COMMAND in N workers. The world shrinks when a worker or a host is lost and grows when one joins, and the other
 workers continue training in their processes.
 
-Write options before COMMAND: everything after it belongs to COMMAND. A COMMAND that ends in .py runs with this Python.
+Write options before COMMAND: everything after it belongs to COMMAND. A COMMAND that ends in .py runs with this Python,
+and so does -m MODULE.
 The environment variable ELASTICSTATE_OPTION_NAME also sets --option-name; the command line has precedence."""
 
 _EXAMPLES = """\
 examples:
-  elasticrun -np 4 train.py --lr 0.1                                       4 workers on this machine
+  elasticrun train.py --lr 0.1                                             a worker for each GPU of this machine
+  elasticrun -np 4 train.py                                                4 workers on this machine
   elasticrun -np 4 --min-np 2 -H h1:2,h2:2 train.py                        2 hosts by ssh; one is enough to go on
   elasticrun -np 2 --max-np 8 --host-discovery-script ./hosts.sh train.py  hosts that come and go
   elasticrun -np 8 --listen 0.0.0.0:7000 --token-file F train.py           agents dial in, started on each
@@ -119,11 +124,30 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 def options_of(given: dict[str, Any]) -> Options:
     """Return the options of a job. Raises OptionError."""
     command = [given["program"], *given["arguments"]] if given["program"] else given["arguments"]
-    options = read_options(texts_of(given), command[1:] if command[:1] == ["--"] else command)
+    command = command[1:] if command[:1] == ["--"] else command
+    if given["--module"] and command:
+        command = [sys.executable, "-u", "-m", *command]
+    options = read_options(texts_of(given), command)
     spellings.check(given, options)
+    if _is_other_python(options.command[0]):
+        complain(
+            "elasticrun",
+            f"COMMAND runs with {options.command[0]}, and elasticrun with {sys.executable}. If the former has no "
+            "elasticstate of this version, write python without a path.",
+        )
+    if options.reason_of_np:
+        complain("elasticrun", f"-np is not given: {options.np} worker{'s' * (options.np > 1)}, {options.reason_of_np}")
     if note := spellings.note(given):
         complain("elasticrun", note)
     return options
+
+
+def _is_other_python(program: str) -> bool:
+    """Return True for the path of an interpreter that is in another environment than this process's."""
+    if not (re.fullmatch(r"python[0-9.]*", os.path.basename(program)) and os.path.isfile(program)):
+        return False
+    own, other = (os.path.realpath(os.path.dirname(path)) for path in (sys.executable, program))
+    return own != other or os.path.realpath(program) != os.path.realpath(sys.executable)
 
 
 def texts_of(given: dict[str, Any]) -> dict[str, str | None]:

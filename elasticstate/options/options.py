@@ -82,6 +82,8 @@ class Options:
     """The command that each worker runs."""
     call_directory: str | None = None
     """For ``launch()``: the directory with the function to call, which also gets the results."""
+    reason_of_np: str = ""
+    """No option. Why there are ``np`` workers, if ``-np`` was not given."""
     preemption_interval_s: float = 5.0
     """No option. Seconds between two runs of the preemption command: no cloud gives a notice of less than 30 s."""
     preemption_timeout_s: float = 5.0
@@ -91,7 +93,8 @@ class Options:
     np: int = _option(
         0,
         kinds.COUNT,
-        "Number of workers to start with (default: none; in an allocation of Slurm: its slots).",
+        "Number of workers to start with (default: one for each slot of -H or of Slurm's allocation; without hosts, "
+        "one for each GPU of this machine, or each CPU core if it has no GPU).",
         names="-np --num-proc",
     )
     min_np: int = _option(

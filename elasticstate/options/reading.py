@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 from elasticstate.core.policy import LEASE_MARGIN
 from elasticstate.errors import OptionError
+from elasticstate.machine import cores_of_this_machine
 from elasticstate.options import kinds
 from elasticstate.options.launched import slurm_allocation, slurm_tasks
 from elasticstate.options.options import HOROVOD, Options, declarations
+from elasticstate.options.spellings import visible_gpus
 
 _HOROVOD_TWINS = {"start_timeout_s": ("HOROVOD_START_TIMEOUT",), "elastic_timeout_s": ("HOROVOD_ELASTIC_TIMEOUT",)}
 _NO_STALL_CHECK = "HOROVOD_STALL_CHECK_DISABLE"
@@ -34,7 +36,7 @@ def read_options(
             raise OptionError(
                 f"-np/--num-proc is missing: {behind!r} after COMMAND belongs to COMMAND. Write options before COMMAND."
             )
-        raise OptionError("-np/--num-proc is missing. Give the number of workers to start with.")
+        values.update(_default_np(values))
     return _complete(values, list(command))
 
 
@@ -111,6 +113,21 @@ def _use_allocation(values: dict[str, Any], environ: Mapping[str, str] | None) -
     if "np" not in values:
         values["np"] = max(slots, values.get("min_np", 1))
         values.setdefault("min_np", 1)
+
+
+def _default_np(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``np`` and why: a worker for each slot of the hosts, or of this machine. Raises OptionError."""
+    slots = values.get("slots_per_host")  # 0: auto, which only the driver can count for other hosts
+    if "hosts" in values and slots != 0:
+        np = sum(kinds.parse_host(host, slots or 1).slots for host in values["hosts"])
+        return {"np": np, "reason_of_np": "one for each slot of the hosts"}
+    if values.keys() & {*_SOURCES.values(), "discovery", "launcher"}:
+        raise OptionError("-np/--num-proc is missing. Give the number of workers to start with.")
+    if slots:
+        return {"np": slots, "reason_of_np": "one for each slot"}
+    gpus = visible_gpus()
+    what = "GPU" if gpus else "core"
+    return {"np": gpus or cores_of_this_machine(), "reason_of_np": f"one for each {what} of this machine"}
 
 
 def _complete(values: dict[str, Any], command: list[str]) -> Options:

@@ -57,8 +57,6 @@ _REFUSED = {
     "--start-method": _LEFT_OUT,
     "--role": _LEFT_OUT,
     "--no-python": "a COMMAND that does not end in .py runs as it is typed. Leave this option out.",
-    "--module": "elasticrun has no such option. Write COMMAND as python -m MODULE.",
-    "-m": "elasticrun has no such option. Write COMMAND as python -m MODULE.",
     "--redirects": _OUTPUT,
     "-r": _OUTPUT,
     "-t": _OUTPUT,
@@ -119,6 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of other launchers. Underscores work as well, as in torchrun."""
     add = parser.add_argument
     add("-n", dest="-n", default=None, help=argparse.SUPPRESS)
+    add("-m", "--module", dest="--module", action="store_true", default=None, help=argparse.SUPPRESS)
     for name in (*_TAKEN, *_TUNES):
         add(*_spellings(name), dest=name, default=None, help=argparse.SUPPRESS)
     for name in (*_TAKEN_FLAGS, *_TUNES_FLAGS):
@@ -129,7 +128,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def help_text(width: int) -> str:
     """Return the section of ``--help-all`` about the options of other launchers."""
-    meant = ["-n N: -np", *(f"{name} {value}: {ours}" for name, (value, ours) in _TAKEN.items())]
+    meant = [
+        "-n N: -np",
+        "-m, --module: python -m COMMAND",
+        *(f"{name} {value}: {ours}" for name, (value, ours) in _TAKEN.items()),
+    ]
     meant += [f"{name}: {ours}" for name, ours in _TAKEN_FLAGS.items()]
     tunes = ", ".join((*_TUNES, *_TUNES_FLAGS, "--log-level warning"))
     paragraphs = ("; ".join(meant), f"With --horovod these are accepted, without effect: {tunes}.")
@@ -223,13 +226,16 @@ def _workers(text: str) -> int:
         return int(text)
     if text not in ("gpu", "cpu", "auto"):
         raise OptionError(f"--nproc-per-node: {text!r}: must be a whole number, at least 1, or gpu, cpu or auto")
-    visible = inherited_environment().get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        gpus_of_this_machine() if visible is None else min(gpus_of_this_machine(), len(re.findall(r"[^,]+", visible)))
-    )
+    gpus = visible_gpus()
     if text == "gpu" and not gpus:
         raise OptionError("--nproc-per-node: 'gpu': this machine has no NVIDIA GPU. Use a number, or auto.")
     return cores_of_this_machine() if text == "cpu" or not gpus else gpus
+
+
+def visible_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    gpus, visible = gpus_of_this_machine(), inherited_environment().get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else min(gpus, len(re.findall(r"[^,]+", visible)))
 
 
 def _one_node(text: str, per_node: str | None) -> None:

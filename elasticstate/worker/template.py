@@ -59,6 +59,7 @@ MODULES = (
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the agent starts this process again
     link, agent, directory = AgentLink(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    script.show_command(["elasticstate", "template"])  # for ps, in place of the path and the padding
     _import()
     reason = _reason_against_forks(directory)
     for name in filter(None, sys.argv[4].split(",")):

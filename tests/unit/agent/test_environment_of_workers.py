@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+
 import pytest
 
 from elasticstate.agent.host_job import environment_of_workers
@@ -16,3 +20,17 @@ def test_defaults_give_way_to_the_users_variables(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     assert environment_of_workers([], [])["PYTHONUNBUFFERED"] == "1"
     assert environment_of_workers([("PYTHONUNBUFFERED", "")], [])["PYTHONUNBUFFERED"] == ""
+
+
+def test_python_is_that_of_the_agent_also_in_an_environment_that_is_not_activated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = os.path.dirname(sys.executable)
+    for path in ("/usr/bin:/bin", f"/usr/bin:{own}", ""):
+        monkeypatch.setenv("PATH", path)
+        found = environment_of_workers([], [])["PATH"]
+        assert os.path.dirname(shutil.which("python", path=found) or "") == own
+        assert found.endswith(path), "all else is found as before"
+    monkeypatch.setenv("PATH", f"/opt/tools:{own}:/bin")
+    assert environment_of_workers([], [])["PATH"] == f"/opt/tools:{own}:/bin", "it comes first already"
+    assert environment_of_workers([], [("PATH", "/bin")])["PATH"] == "/bin", "as --env says"

@@ -35,7 +35,8 @@ __attribute__((destructor)) static void say(void) { if (write(1, "library\\n", 8
 def template_of(scene: Scene) -> psutil.Process | None:
     """Return the template process of the agent. A worker that has just forked has its command line for a moment."""
     children = psutil.Process(scene.agent.pid).children()
-    found = [c for c in children if any(word.endswith("worker/template.py") for word in c.cmdline())]
+    names = ("elasticstate template", "elasticstate/worker/template.py")  # the latter until it has begun
+    found = [c for c in children if any(name in " ".join(c.cmdline()) for name in names)]
     return min(found, key=psutil.Process.create_time, default=None)
 
 

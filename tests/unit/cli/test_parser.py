@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,31 @@ def test_two_dashes_may_stand_before_the_command() -> None:
     assert parse_options(["-np", "2", "--", "python", "--version"]).command == ("python", "--version")
 
 
+@pytest.mark.parametrize("flag", ["-m", "--module"])
+def test_a_module_is_run_by_this_python(flag: str) -> None:
+    options = parse_options(["-np", "1", flag, "pkg.train", "--lr", "1"])
+    assert options.command == (sys.executable, "-u", "-m", "pkg.train", "--lr", "1")
+
+
+def test_another_python_than_that_of_elasticrun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "python3"
+    other.symlink_to(sys.executable)  # as in another virtual environment
+    parse_options(["-np", "1", str(other), "train.py"])
+    assert capsys.readouterr().err.startswith(
+        f"elasticrun: COMMAND runs with {other}, and elasticrun with {sys.executable}. If the former has no "
+    )
+    for same in (sys.executable, "python", "train.py"):
+        parse_options(["-np", "1", same])
+        assert capsys.readouterr().err == ""
+
+
+def test_it_is_said_how_many_workers_there_are_if_nobody_has_said_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_options(["-H", "a:2,b:3", "x"])
+    assert capsys.readouterr().err == "elasticrun: -np is not given: 5 workers, one for each slot of the hosts\n"
+    parse_options(["-np", "5", "-H", "a:2,b:3", "x"])
+    assert capsys.readouterr().err == ""
+
+
 def test_both_values_of_a_range_are_taken() -> None:
     assert parse_options(["-np", "1", "--cooldown-range", "1", "2.5", "x"]).cooldown_range_s == (1, 2.5)
 
@@ -39,7 +65,7 @@ def test_both_values_of_a_range_are_taken() -> None:
         (["--min_np=1", "-np", "1", "c"], "unknown option '--min_np'. Did you mean --min-np?"),
         (["--np=2", "c"], "unknown option '--np'. Did you mean -np?"),
         (["-np2", "c"], "unknown option '-np2'. Write -np 2"),
-        (["c"], "-np/--num-proc is missing. Give the number of workers to start with."),
+        (["--hostfile", "f", "c"], "-np/--num-proc is missing. Give the number of workers to start with."),
         (
             ["c", "-np", "2"],
             "-np/--num-proc is missing: '-np' after COMMAND belongs to COMMAND. Write options before COMMAND.",
@@ -64,8 +90,8 @@ def test_a_program_with_the_name_of_a_misspelled_command_is_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("stats").write_text("")
-    assert main(["stats"]) == 2
-    assert "-np/--num-proc is missing" in capsys.readouterr().err
+    assert main(["stats", "-np", "2"]) == 2
+    assert "'-np' after COMMAND" in capsys.readouterr().err
 
 
 def shown_by(option: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -172,7 +198,6 @@ def test_nproc_per_node_counts_the_devices_of_this_machine(monkeypatch: pytest.M
         ("-np 2 --rdzv-backend c10d", "--rdzv-backend: .*--listen"),
         ("-np 2 --rdzv_endpoint=h:1", "--rdzv_endpoint: .*--listen"),
         ("-np 2 --rdzv-id=x", "--rdzv-id: .*--job-name"),
-        ("-np 2 -m module", "-m: .*python -m"),
         ("-np 2 --redirects 3", "--redirects: .*--log-dir"),
         ("-np 2 --check-build", "--check-build: .*--check"),
         ("-np 2 --fusion-threshold-mb 3", "--fusion-threshold-mb: "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -210,9 +211,34 @@ def test_a_signal_that_has_a_meaning_is_refused_by_name() -> None:
         read(preemption_signals="SIGCHLD")
 
 
-def test_np_and_command_are_needed() -> None:
+def test_without_np_each_slot_has_a_worker() -> None:
+    cores = len(os.sched_getaffinity(0))
+    for given, np, reason in (
+        ({}, cores, "one for each core of this machine"),
+        ({"slots_per_host": "3"}, 3, "one for each slot"),
+        ({"hosts": "h1:4,h2"}, 5, "one for each slot of the hosts"),
+        ({"hosts": "h1,h2", "slots_per_host": "3"}, 6, "one for each slot of the hosts"),
+        ({"np": "2"}, 2, ""),
+    ):
+        options = read_options(given, COMMAND, {})
+        assert (options.np, options.min_np, options.max_np, options.reason_of_np) == (np, np, np, reason)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"hostfile": "f"},
+        {"hosts": "h1,h2", "slots_per_host": "auto"},
+        {"host_discovery_script": "s"},
+        {"discovery": "ray"},
+    ],
+)
+def test_np_is_needed_where_only_the_driver_knows_the_slots(given: dict[str, str]) -> None:
     with pytest.raises(OptionError, match="-np/--num-proc is missing"):
-        read_options({}, COMMAND, {})
+        read_options(given, COMMAND, {})
+
+
+def test_the_command_is_needed() -> None:
     with pytest.raises(OptionError, match="COMMAND is missing"):
         read_options({"np": "2"}, [], {})
 
