@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # The file is named after the content of what is installed: times say nothing in a copied tree.
 SOURCES := pyproject.toml setup.py constraints.txt CMakeLists.txt $(sort $(wildcard native/*.*))
-INSTALLED := .venv/.installed-$(shell sha256sum $(SOURCES) | sha256sum | cut -c 1-16)
+VERSION := $(shell sha256sum $(SOURCES) | sha256sum | cut -c 1-16)
+INSTALLED := .venv/.installed-$(VERSION)
+DEMO := .venv/.demo-$(VERSION)
+INSTALL := $(BIN)/pip install --constraint constraints.txt
 
 .PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint size hosts wheels
 
@@ -12,7 +15,7 @@ help:  ## this list
 
 setup: $(INSTALLED)  ## make .venv: the package (editable, its native module compiled) and the tools of development
 
-demo: setup  ## train on handwritten digits: four workers on two local hosts; one is killed, a host leaves and comes back
+demo: $(or $(wildcard $(INSTALLED)),$(DEMO))  ## train on handwritten digits: four workers on two local hosts; one is killed, a host leaves and comes back
 	$(BIN)/python examples/demo.py
 
 docs: setup  ## build the documentation into site/; fails on a warning or a broken link
@@ -78,7 +81,13 @@ wheels:  ## the sdist, and manylinux wheels for Python 3.10, 3.11 and from 3.12 
 # The build requirements come first and pip builds with them: build isolation would fetch them again for each build.
 $(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt setuptools cmake nanobind
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs,mpi]'
+	$(INSTALL) --quiet setuptools cmake nanobind
+	$(INSTALL) --quiet --no-build-isolation --editable '.[dev-all,docs,mpi]'
 	rm -f .venv/.installed*
+	touch $@
+
+$(DEMO):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) setuptools cmake nanobind
+	$(INSTALL) --no-build-isolation --editable '.[examples]'
 	touch $@
