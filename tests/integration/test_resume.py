@@ -53,10 +53,13 @@ def resumed_from(job: Job, generation: int) -> set[int]:
 
 
 def check(series: Series, recovery: Recovery) -> None:
-    """Check that both workers have resumed in one new world, from the last commit or the one before."""
+    """Check that both workers have resumed in one new world, from the last commit or the one before.
+
+    The last commit may be one later than the last line of the log: a worker may die between the two.
+    """
     assert [world["size"] for world in recovery.worlds] == [2]
     committed = max(line["step"] for line in series.job.log("commit") if line["generation"] == recovery.generation)
-    assert resumed_from(series.job, recovery.worlds[0]["generation"]) <= {committed - 1, committed}
+    assert resumed_from(series.job, recovery.worlds[0]["generation"]) <= {committed - 1, committed, committed + 1}
 
 
 def all_are_killed_ten_times(series: Series) -> None:
