@@ -1,8 +1,10 @@
-"""Facts about this machine (slots, name, installed version), and sizes as text."""
+"""Facts about this machine (slots, name, Python, installed version), and sizes as text."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from glob import glob
 
 
@@ -24,6 +26,17 @@ def cores_of_this_machine() -> int:
 def host_name() -> str:
     """Return the name of this machine."""
     return os.uname().nodename
+
+
+def is_python(program: str) -> bool:
+    """Return True if the name of a program is that of an interpreter: python, python3, python3.12."""
+    return bool(re.fullmatch(r"python[0-9.]*", os.path.basename(program)))
+
+
+def is_this_python(program: str) -> bool:
+    """Return True for this process's interpreter: the same program in the same virtual environment."""
+    same_directory = os.path.realpath(os.path.dirname(program)) == os.path.realpath(os.path.dirname(sys.executable))
+    return same_directory and os.path.realpath(program) == os.path.realpath(sys.executable)
 
 
 def version() -> str:

@@ -23,6 +23,7 @@ from typing import IO, Protocol, TypeVar
 from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
 from elasticstate.exit_status import how_it_ended
+from elasticstate.machine import is_python, is_this_python
 from elasticstate.net.link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
 from elasticstate.processes import (
     CLEANUP_S,
@@ -78,7 +79,7 @@ def start_command(
 
 def start_template(job: HostJob) -> Template | None:
     """Start the template process, unless it is switched off or of no use for this command."""
-    if job.options.preload is None or not is_python(job.options.command):
+    if job.options.preload is None or not is_python(job.options.command[0]):
         return None
     reason = reason_against_template(job.options.command, job.launch.directory, job.environment())
     if reason:
@@ -332,11 +333,6 @@ _READ_AT_IMPORT = re.compile(
 _READ_LATER = re.compile(r"TORCH_(NCCL|GLOO|FR)_[A-Z0-9_]+|TORCHELASTIC_[A-Z0-9_]+|PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
-def is_python(command: Sequence[str]) -> bool:
-    """Return True if the command names a Python interpreter, or is a Python script."""
-    return bool(re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])))
-
-
 def reason_against_template(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
     """Return why workers with this command cannot fork from the template process, or ""."""
     if reason := _reason_in_command(command, directory, environment):
@@ -347,7 +343,7 @@ def reason_against_template(command: Sequence[str], directory: str, environment:
 
 def for_new_process(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> Sequence[str]:
     """Return the command that does the same in a new process, and ends as a forked worker does, if that is possible."""
-    if not is_python(command) or _reason_in_command(command, directory, environment):
+    if not is_python(command[0]) or _reason_in_command(command, directory, environment):
         return command
     words = _words(command)
     return [*command[: len(command) - len(words)], _IN_NEW_PROCESS, *words]
@@ -363,7 +359,7 @@ def _reason_in_command(command: Sequence[str], directory: str, environment: Mapp
     # A path counts from the directory of the job, in which the worker starts, not from that of the agent.
     is_path = os.path.dirname(command[0]) != ""
     program = command[0] if is_path else shutil.which(command[0], path=environment.get("PATH"))
-    if program is None or not _is_this_python(os.path.join(directory, program)):
+    if program is None or not is_this_python(os.path.join(directory, program)):
         return f"{command[0]} is another Python than {sys.executable}, which runs the agent"
     words = _words(command) if environment.get("PYTHONUNBUFFERED") else list(command[1:])
     if words[:1] == ["-m"] and len(words) > 1:
@@ -375,12 +371,6 @@ def _reason_in_command(command: Sequence[str], directory: str, environment: Mapp
     except OSError:
         return f"{words[0]} is not a file"
     return "" if is_source else f"{words[0]} is no source file"
-
-
-def _is_this_python(program: str) -> bool:
-    """Return True for this process's interpreter: the same program in the same virtual environment."""
-    same_directory = os.path.realpath(os.path.dirname(program)) == os.path.realpath(os.path.dirname(sys.executable))
-    return same_directory and os.path.realpath(program) == os.path.realpath(sys.executable)
 
 
 def _reason_in_script(path: Path) -> str:

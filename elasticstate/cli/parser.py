@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from elasticstate.errors import OptionError
-from elasticstate.machine import version
+from elasticstate.machine import is_python, is_this_python, version
 from elasticstate.options import Options, declarations, read_options, spellings
 from elasticstate.options.kinds import FLAG, Kind
 from elasticstate.terminal import complain
@@ -129,10 +128,11 @@ def options_of(given: dict[str, Any]) -> Options:
         command = [sys.executable, "-u", "-m", *command]
     options = read_options(texts_of(given), command)
     spellings.check(given, options)
-    if _is_other_python(options.command[0]):
+    program = options.command[0]
+    if is_python(program) and os.path.dirname(program) and not is_this_python(program):
         complain(
             "elasticrun",
-            f"COMMAND runs with {options.command[0]}, and elasticrun with {sys.executable}. If the former has no "
+            f"COMMAND runs with {program}, and elasticrun with {sys.executable}. If the former has no "
             "elasticstate of this version, write python without a path.",
         )
     if options.reason_of_np:
@@ -140,14 +140,6 @@ def options_of(given: dict[str, Any]) -> Options:
     if note := spellings.note(given):
         complain("elasticrun", note)
     return options
-
-
-def _is_other_python(program: str) -> bool:
-    """Return True for the path of an interpreter that is in another environment than this process's."""
-    if not (re.fullmatch(r"python[0-9.]*", os.path.basename(program)) and os.path.isfile(program)):
-        return False
-    own, other = (os.path.realpath(os.path.dirname(path)) for path in (sys.executable, program))
-    return own != other or os.path.realpath(program) != os.path.realpath(sys.executable)
 
 
 def texts_of(given: dict[str, Any]) -> dict[str, str | None]:

@@ -16,6 +16,7 @@ import os
 import secrets
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -91,6 +92,7 @@ class JobDirectory:
 
     def __init__(self, job: str) -> None:
         self.path = _path_of(job)
+        self._removing, self._is_removed = threading.Lock(), False
         if len(os.fsencode(self.path)) > _LONGEST_BYTES:
             raise OptionError(
                 f"--job-name: {job!r}: too long: the kernel limits the paths of sockets, which are in {self.path}. "
@@ -122,8 +124,13 @@ class JobDirectory:
         write_file(self._lock, _RECORD, msgspec.json.encode(record))
 
     def write_history(self, data: bytes) -> None:
-        """Replace the history of the job, which the next driver's dashboard continues. Raises OSError."""
-        write_file(self._lock, _HISTORY, data)
+        """Replace the history of the job, which the next driver's dashboard continues. Raises OSError.
+
+        After the directory was removed this does nothing: a file that comes during the removal would keep it.
+        """
+        with self._removing:
+            if not self._is_removed:
+                write_file(self._lock, _HISTORY, data)
 
     def history(self) -> bytes:
         """Return the history of the job; empty if there is none."""
@@ -163,9 +170,11 @@ class JobDirectory:
             self._unlock()
 
     def remove(self) -> None:
-        if not self.is_lost:
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._unlock()
+        with self._removing:
+            self._is_removed = True
+            if not self.is_lost:
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._unlock()
 
     def _unlock(self) -> None:
         os.close(self._driver_lock)

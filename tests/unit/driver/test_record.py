@@ -51,6 +51,26 @@ def test_a_job_is_found_by_its_name_until_it_is_removed() -> None:
     assert not directory.path.exists()
 
 
+def test_a_history_that_is_written_while_the_directory_is_removed_does_not_keep_it() -> None:
+    for _ in range(20):
+        directory, is_over = JobDirectory("a"), threading.Event()
+        for number in range(100):  # their removal takes a while
+            (directory.path / str(number)).touch()
+
+        def write(directory: JobDirectory = directory, is_over: threading.Event = is_over) -> None:
+            while not is_over.is_set():
+                directory.write_history(b"history")
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        while not directory.history():
+            assert writer.is_alive()
+        directory.remove()
+        is_over.set()
+        writer.join()
+        assert not directory.path.exists()
+
+
 def test_without_a_runtime_directory_the_error_names_it_and_not_the_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
