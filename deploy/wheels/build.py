@@ -1,9 +1,8 @@
 """Builds the sdist, and from it the wheels: one for each of Python 3.10 and 3.11, one for all from 3.12 on.
 
-Run by ``make wheels``. Each Python is looked up on PATH, then below ~/.pyenv; one that is absent is an error, unless
-``--available`` says that the others are enough. ``auditwheel`` gives a wheel the tag of the oldest glibc that it can
-run with. That depends on the machine that compiles: releases are built with cibuildwheel, whose image is older
-(``.github/workflows/wheels.yml``).
+Run by ``make wheels``. Each Python is looked up on PATH, then below ~/.pyenv. ``auditwheel`` gives a wheel the tag of
+the oldest glibc that it can run with. That depends on the machine that compiles: releases are built with cibuildwheel,
+whose image is older (``.github/workflows/wheels.yml``).
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ def find_python(version: str) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory for the files (default: dist/)")
-    parser.add_argument("--available", action="store_true", help="leave out versions of Python that are not installed")
     arguments = parser.parse_args()
     pythons = {version: find_python(version) for version in VERSIONS}
     absent = [version for version, python in pythons.items() if python is None]
-    if absent and not (arguments.available and len(absent) < len(VERSIONS)):
-        print(f"no Python {', '.join(absent)} was found. Install it, or use --available.", file=sys.stderr)
+    if absent:
+        print(f"no Python {', '.join(absent)} was found. Install it, with its headers.", file=sys.stderr)
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     for old in arguments.out.glob("elasticstate-*"):
@@ -52,9 +50,7 @@ def main() -> int:
         run(sys.executable, "-m", "build", "--sdist", "--outdir", arguments.out, ROOT)
         (sdist,) = arguments.out.glob("elasticstate-*.tar.gz")
         for version, python in pythons.items():
-            if python is None:
-                print(f"Python {version}: left out, it is not installed", flush=True)
-                continue
+            assert python is not None
             print(f"Python {version}: {python}", flush=True)
             raw = Path(scratch) / version
             run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", raw, sdist)

@@ -21,12 +21,12 @@ from pathlib import Path
 from build import ROOT, find_python
 
 LIMIT_S = 300.0
-COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++")
+COMPILER = re.compile(r"(^|-)(cc|c\+\+|gcc|g\+\+|clang|clang\+\+)(-\d+)?$")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("wheel", type=Path, help="a wheel, or a directory in which pip finds the one for this Python")
+    parser.add_argument("wheel", type=Path, help="a wheel, or a directory with the one for --python")
     parser.add_argument("--python", help="version of Python (default: the one in the wheel's name)")
     parser.add_argument("--torch", default="torch", help="what pip takes as torch, e.g. torch==2.13.0")
     arguments = parser.parse_args()
@@ -93,14 +93,11 @@ def without_compilers(directory: Path) -> Path:
     programs.mkdir()
     for place in reversed(os.environ["PATH"].split(os.pathsep)):
         for program in Path(place).glob("*") if os.path.isdir(place) else ():
-            if program.name not in COMPILERS and not re.search(
-                r"(^|-)(g\+\+|gcc|clang|cc|c\+\+)(-\d+)?$", program.name
-            ):
+            if not COMPILER.search(program.name):
                 link = programs / program.name
                 link.unlink(missing_ok=True)
                 link.symlink_to(program)
-    for compiler in COMPILERS:
-        assert not (programs / compiler).exists()
+    assert not any((programs / compiler).exists() for compiler in ("cc", "c++", "gcc", "g++"))
     return programs
 
 
@@ -108,6 +105,7 @@ def follow(job: subprocess.Popen[str], script: Path, losses: Path) -> list[str]:
     """Kill a worker when the first world trains, read until another one has joined, and return the lines."""
     said: list[str] = []
     watchdog = threading.Timer(LIMIT_S, job.kill)
+    watchdog.daemon = True
     watchdog.start()
     assert job.stdout is not None
     for line in job.stdout:

@@ -139,11 +139,10 @@ def environment_of_workers(passed_on: Iterable[tuple[str, str]], given: Iterable
     # The stack of a segmentation fault shows its cause.
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     found = {**defaults, **inherited_environment(), **dict(passed_on)}
-    programs = os.path.dirname(sys.executable)
     if sys.prefix not in ("/usr", "/usr/local"):  # their programs must not come before those of the user
-        path = found.get("PATH", os.defpath)
-        first = shutil.which("python", path=path)
-        if first is None or os.path.dirname(first) != programs:
+        programs, path = os.path.dirname(sys.executable), found.get("PATH", os.defpath)
+        first = (shutil.which(name, path=path) or "" for name in ("python", "python3"))
+        if any(os.path.dirname(program) != programs for program in first):
             found["PATH"] = f"{programs}{os.pathsep}{path}"
     return {**found, **dict(given), **missing_temporary_directory()}
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_defaults_give_way_to_the_users_variables(monkeypatch: pytest.MonkeyPatc
 
 
 def test_python_is_that_of_the_agent_also_in_an_environment_that_is_not_activated(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     own = os.path.dirname(sys.executable)
     for path in ("/usr/bin:/bin", f"/usr/bin:{own}", ""):
@@ -31,6 +32,9 @@ def test_python_is_that_of_the_agent_also_in_an_environment_that_is_not_activate
         found = environment_of_workers([], [])["PATH"]
         assert os.path.dirname(shutil.which("python", path=found) or "") == own
         assert found.endswith(path), "all else is found as before"
+    (tmp_path / "python3").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{own}")
+    assert environment_of_workers([], [])["PATH"] == f"{own}:{tmp_path}:{own}", "python3, too"
     monkeypatch.setenv("PATH", f"/opt/tools:{own}:/bin")
     assert environment_of_workers([], [])["PATH"] == f"/opt/tools:{own}:/bin", "it comes first already"
     assert environment_of_workers([], [("PATH", "/bin")])["PATH"] == "/bin", "as --env says"
