@@ -302,10 +302,13 @@ class Mesh:
 
 def _complete_mesh(store: Any, rank: int, size: int, timeout: timedelta) -> Mesh:
     """Return a mesh. Hang if a member does not come, as ncclCommInitRank does: nothing cuts it."""
+    note("start begins")
     try:
+        store.set(f"fake/begun/{rank}", "")
+        store.wait([f"fake/begun/{peer}" for peer in range(size)], timeout)
+        _strike("start")  # all members wait for each other now
         return Mesh(store, rank, size, timeout)
     except (OSError, RuntimeError):
-        note("the start hangs")
         time.sleep(_LONGEST_HANG_S)
         raise
 
@@ -463,7 +466,6 @@ class Group(dist.ProcessGroup):
         while "backend_config" not in frame.f_locals:
             frame = frame.f_back
         self._cpu = frame.f_locals["pg"]._get_backend(torch.device("cpu"))
-        _strike("start")
         self.part = Part(name, _complete_mesh(store, rank, size, timeout), timeout)
         self._group_name = ""
         self._started = 0
