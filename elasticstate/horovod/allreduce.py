@@ -16,7 +16,7 @@ from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
-from elasticstate.horovod.process_sets import ProcessSet, members_of
+from elasticstate.horovod.world import ProcessSet, members_of
 
 
 class Op(Enum):

@@ -23,7 +23,7 @@ from elasticstate.horovod.allreduce import (
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
-from elasticstate.horovod.process_sets import ProcessSet, members_of
+from elasticstate.horovod.world import ProcessSet, members_of
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from elasticstate.extension import Channel
 from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError
 from elasticstate.horovod.collectives import allgather_object, broadcast_object, refusal_of_root, start_broadcast
-from elasticstate.horovod.process_sets import ProcessSet, members_of
+from elasticstate.horovod.world import ProcessSet, members_of
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

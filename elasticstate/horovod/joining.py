@@ -16,7 +16,7 @@ from elasticstate.horovod.allreduce import (
 from elasticstate.horovod.calls import CallKind, CallUsageError, failures_named
 from elasticstate.horovod.negotiation import CallHeader
 from elasticstate.horovod.optimizer import reducer_of
-from elasticstate.horovod.process_sets import members_of
+from elasticstate.horovod.world import members_of
 
 
 def join(device: int = -1) -> int:

@@ -35,21 +35,18 @@ from elasticstate.horovod.collectives import (
 from elasticstate.horovod.compression import Compression
 from elasticstate.horovod.joining import join
 from elasticstate.horovod.negotiation import poll, synchronize
-from elasticstate.horovod.process_sets import (
+from elasticstate.horovod.world import (
     ProcessSet,
     add_process_set,
-    global_process_set,
-    init,
-    remove_process_set,
-)
-from elasticstate.horovod.world import (
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    global_process_set,
     gloo_built,
     gloo_enabled,
+    init,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -59,6 +56,7 @@ from elasticstate.horovod.world import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
     shutdown,
     size,

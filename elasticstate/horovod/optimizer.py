@@ -22,7 +22,7 @@ from elasticstate.horovod.allreduce import Op, scale, torch_operation
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members, OptimizerUsageError, failures_named
 from elasticstate.horovod.collectives import SparseGradients
 from elasticstate.horovod.compression import Compression, Compressor
-from elasticstate.horovod.process_sets import ProcessSet, is_member, members_of, need_process_set
+from elasticstate.horovod.world import ProcessSet, is_member, members_of, need_process_set
 
 # -------------------------------------------------------------------------------------------------------------- buckets
 # Buckets: gradients that are sent together, because many small collectives cost more than few large ones.

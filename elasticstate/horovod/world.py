@@ -1,17 +1,20 @@
 """``init()``, ``rank()``, ``size()`` and similar functions: elasticstate's present world under Horovod's names.
 
-The file also has the process groups of the world and of its process sets, and the start and stop of a timeline.
+The file also has the process sets, the process groups of the world and of these, and start and stop of a timeline.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
 import sys
 import weakref
 import zlib
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -99,44 +102,11 @@ def mpi_threads_supported() -> bool:
 GLOBAL = 0  # id of the process set of all ranks
 
 _sets: dict[int, tuple[int, ...]] = {}  # id -> ranks: all other process sets, in the order of their creation
-_next_id = GLOBAL + 1
+_numbers = itertools.count(GLOBAL + 1)
 _added_in: dict[int, int] = {}  # id -> generation in which the script has added it last; 0: before a world, or init()
 _additions = 0
-_made: tuple[int, int] | None = None  # generation in which ``make`` was called last, and _additions at that time
+_made: tuple[int, int] | None = None  # generation in which ``_make`` was called last, and _additions at that time
 _members: dict[int, Members] = {}  # by id of the process set: those of the newest world for which groups were made
-
-
-def add(ranks: tuple[int, ...]) -> int:
-    """Add a process set, which may be known from an earlier world. Return its id. ``make`` makes its groups later."""
-    global _next_id, _additions
-    number = find(ranks)
-    if number is None:
-        number, _next_id = _next_id, _next_id + 1
-        _sets[number] = ranks
-    _added_in[number] = world_generation()
-    _additions += 1
-    return number
-
-
-def remove(number: int) -> None:
-    """Remove a process set, and destroy its groups, if they belong to the present world."""
-    _sets.pop(number, None)
-    members = _members.pop(number, None)
-    if members is None or members.generation != world_generation():
-        return
-    for group in (members.group, members.lane):
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
-def is_added(number: int) -> bool:
-    """Return True if the script has added the process set in the present world."""
-    return _added_in[number] == world_generation()
-
-
-def begin_anew() -> None:
-    """Let the script add its process sets again. They were added before its ``shutdown()``."""
-    _added_in.update(dict.fromkeys(_sets, 0))
 
 
 def open_calls() -> list[str]:
@@ -145,25 +115,16 @@ def open_calls() -> list[str]:
 
 
 def has_sets() -> bool:
+    """Return True if there are process sets besides that of all ranks."""
     return bool(_sets)
 
 
-def find(ranks: tuple[int, ...]) -> int | None:
-    """Return the id of the process set of these ranks; None: there is none."""
-    return next((number for number, known in _sets.items() if known == ranks), None)
-
-
-def are_made() -> bool:
-    """Return True if ``make`` was called in the present world."""
-    return _made is not None and _made[0] == world_generation()
-
-
-def are_missing() -> bool:
-    """Return True if ``make`` has groups to make."""
+def _are_missing() -> bool:
+    """Return True if ``_make`` has groups to make."""
     return _made != (world_generation(), _additions)
 
 
-def make() -> None:
+def _make() -> None:
     """Make the groups of the present world that are missing. All ranks must call this at the same point.
 
     Raises UsageError, on all ranks, if their process sets differ, and torch's error if a peer dies.
@@ -179,10 +140,10 @@ def make() -> None:
     missing = {number: ranks for number, ranks in _sets.items() if number not in _members and ranks[-1] < size}
     if enters and size > 1 and not world_is_new():
         known = _known_to_all()
-        missing = {number: ranks for number, ranks in sorted(missing.items(), key=_ranks) if ranks in known}
+        missing = {number: ranks for number, ranks in sorted(missing.items(), key=itemgetter(1)) if ranks in known}
     else:
         if not enters:
-            missing = {number: ranks for number, ranks in missing.items() if is_added(number)}
+            missing = {number: ranks for number, ranks in missing.items() if _added_in[number] == generation}
         if missing:
             lines = [f"process set {list(ranks)}" for ranks in missing.values()]
             negotiation.agree(Call(CallKind.OTHER, ("the process sets", *lines)), _members[GLOBAL])
@@ -193,10 +154,6 @@ def make() -> None:
         _members[number] = Members(generation, ranks, index, calls, lane, _common_number(ranks))
         _added_in[number] = _added_in[number] or generation
     _made = generation, _additions
-
-
-def _ranks(entry: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
-    return entry[1]
 
 
 def _known_to_all() -> set[tuple[int, ...]]:
@@ -223,8 +180,173 @@ def _new_groups(ranks: tuple[int, ...], count: int) -> list[Any]:
         end_call()
 
 
-def members_of(number: int) -> Members:
-    """Return the members of a process set in the present world. Raises UsageError if it does not exist there."""
+class ProcessSet:
+    """A subset of the ranks. Pass it to ``init`` or ``add_process_set``, then to collectives as ``process_set=``.
+
+    The ranks stay the same in each world, and the workers that have them may change.
+
+    Args:
+        ranks: ranks of the world, in any order.
+
+    Raises ValueError if they are not numbers from 0 on, or repeated, or none.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        given: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
+        if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in given):
+            raise ValueError(f"ProcessSet({ranks!r}): must be ranks, numbers from 0 on. Pass a list, such as [0, 2].")
+        if len(set(given)) < len(given) or not given:
+            raise ValueError(f"ProcessSet({ranks!r}): must be at least one rank, and each only once.")
+        self._ranks: tuple[int, ...] = tuple(sorted(given))
+        self._id: int | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Number of the process set: 0 for ``global_process_set``. None before ``add_process_set``."""
+        return self._id
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Ranks of the world, ascending; None after ``remove_process_set``."""
+        return list(self._ranks) or None
+
+    def included(self) -> bool | None:
+        """Return True if this worker's rank is in the set; None before ``add_process_set``. Joins the world."""
+        return None if self._id is None else rank() in self._ranks
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None before ``add_process_set``. Joins the world."""
+        if self._id is None:
+            return None
+        size()
+        return len(self._ranks)
+
+    def rank(self) -> int | None:
+        """Return the index of this worker's rank in the set; None before ``add_process_set``. Joins the world.
+
+        Raises ValueError if this worker's rank is not in the set.
+        """
+        if self._id is None:
+            return None
+        own = rank()
+        if own not in self._ranks:
+            raise ValueError(f"{self}: rank {own} is not in the set. Call included() first.")
+        return self._ranks.index(own)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self._id}, ranks={list(self._ranks)})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """The process set of all ranks."""
+
+    def __init__(self) -> None:
+        self._id = GLOBAL
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks of the world. Joins the world."""
+        return list(range(size()))
+
+    def included(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return size()
+
+    def rank(self) -> int:
+        return rank()
+
+    def __repr__(self) -> str:
+        return "ProcessSet(process_set_id=0)"
+
+
+global_process_set = _GlobalProcessSet()
+_added: list[ProcessSet] = []
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set, and return it. All ranks must add the same process sets in the same order.
+
+    Its process groups are made when all ranks are in a world, and again in each new world. A script may add it anew in
+    each world; it is the same process set then.
+
+    Raises:
+        ValueError: the ranks are wrong, there is a process set of these ranks in this world already, or this one was
+            removed.
+        UsageError: on all ranks: they add different process sets.
+        The errors of a collective.
+    """
+    global _additions
+    wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if wanted.process_set_id == GLOBAL:
+        raise ValueError(f"add_process_set({wanted}): it exists in each world. Use it without adding it.")
+    ranks = tuple(wanted.ranks or ())
+    if not ranks:
+        raise ValueError(f"add_process_set({wanted}): it was removed. Make a new ProcessSet.")
+    number = next((number for number, known in _sets.items() if known == ranks), None)
+    if number is None:
+        number = next(_numbers)
+        _sets[number] = ranks
+    elif _added_in[number] == world_generation():
+        raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks already. Use that one.")
+    _added_in[number] = world_generation()
+    _additions += 1
+    wanted._id = number
+    if wanted not in _added:
+        _added.append(wanted)
+    if _initialized and dist.is_initialized() and _made is not None and _made[0] == world_generation():
+        ready()
+    return wanted
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set, on all ranks. Return False for ``global_process_set``, and for one that was not added."""
+    number = process_set.process_set_id
+    if number is None or number == GLOBAL:
+        return False
+    _sets.pop(number, None)
+    members = _members.pop(number, None)
+    if members is not None and members.generation == world_generation():
+        for group in (members.group, members.lane):
+            if group is not None:
+                dist.destroy_process_group(group)
+    for removed in [added for added in _added if added.process_set_id == number]:
+        _added.remove(removed)
+        removed._id, removed._ranks = None, ()
+    return True
+
+
+def process_sets() -> list[ProcessSet]:
+    """Return all process sets, by their ids."""
+    return [global_process_set, *{added.process_set_id: added for added in _added}.values()]
+
+
+def need_process_set(process_set: object) -> None:
+    """Raise UsageError unless the argument is a ProcessSet or None."""
+    if process_set is not None and not isinstance(process_set, ProcessSet):
+        raise CallUsageError(f"process_set={process_set!r}: must be a ProcessSet")
+
+
+def is_member(process_set: ProcessSet | None) -> bool:
+    """Return True if this worker's rank is in the process set (None: all ranks). Joins the world."""
+    return process_set is None or bool(process_set.included())
+
+
+def members_of(process_set: ProcessSet | None) -> Members:
+    """Return the members of a process set (None: all ranks) for a call of this worker. Joins a world.
+
+    Raises UsageError for anything that is not an added process set, and if this worker's rank is not in it.
+    """
+    number = GLOBAL
+    if process_set is not None:
+        need_process_set(process_set)
+        if process_set.process_set_id is None:
+            raise CallUsageError(
+                f"process_set={process_set}: it was not added. Call hvd.add_process_set() on all ranks first."
+            )
+        number = process_set.process_set_id
+    ready()
     members = _members.get(number)
     if members is None:
         ranks = list(_sets[number])
@@ -236,6 +358,11 @@ def members_of(number: int) -> Members:
         raise CallUsageError(
             f"ProcessSet({ranks}) needs rank {ranks[-1]}, but the world has {elasticstate.size()} ranks. Choose ranks "
             "that are in every world: 0 to --min-np - 1."
+        )
+    if members.index < 0:
+        raise CallUsageError(
+            f"process_set={process_set}: rank {rank()} is not in it. Call the collective on its ranks only: "
+            "if process_set.included()."
         )
     return members
 
@@ -250,8 +377,18 @@ _exported_in = 0  # generation of the world whose HOROVOD_RANK and other variabl
 _initialized_in: int | None = None  # the process: a forked child must not leave the world
 
 
-def init(comm: object = None) -> None:
-    """See ``process_sets.init``."""
+def init(comm: object = None, process_sets: object = None) -> None:
+    """Enable the functions of this package. The first function that needs a world joins it later.
+
+    So a new worker can load its data before the others wait for it. In a world that another launcher has started, such
+    as mpirun, this function joins the world at once.
+
+    Args:
+        comm: for old scripts only: must be None.
+        process_sets: process sets to add, the same on all ranks; None, or "dynamic": none.
+
+    Raises UsageError for a ``comm``, and if the processes of another launcher cannot form a world.
+    """
     global _initialized, _initialized_in
     if comm:
         raise ArgumentUsageError(
@@ -268,6 +405,13 @@ def init(comm: object = None) -> None:
         atexit.register(_leave_at_exit)
     _initialized_in = os.getpid()
     _start_by_environment()
+    if process_sets is None or isinstance(process_sets, str):
+        return
+    given_sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [process_sets]
+    for given in given_sets:
+        wanted = given if isinstance(given, ProcessSet) else ProcessSet(given)
+        if wanted.process_set_id is None:  # else: init() is called again
+            add_process_set(wanted)
 
 
 def shutdown() -> None:
@@ -280,7 +424,7 @@ def shutdown() -> None:
     global _initialized
     if _initialized:
         _initialized = False
-        begin_anew()
+        _added_in.update(dict.fromkeys(_sets, 0))  # after another init(), the script may add them again
         for call in open_calls():
             logger.warning("%s has had no effect: other ranks have not made this call", call)
         extension.leave()
@@ -318,14 +462,9 @@ def ready() -> None:
             "the world has ended: the function decorated with elastic.run has raised an exception, or this process "
             "ends. Call collectives before that."
         )
-    if are_missing():
+    if _are_missing():
         with failures_named():
-            make()
-
-
-def is_in_use() -> bool:
-    """Return True if this worker is in a world in which the process groups are made."""
-    return _initialized and dist.is_initialized() and are_made()
+            _make()
 
 
 def rank() -> int:
@@ -396,8 +535,8 @@ def _join() -> None:
     need_init()
     extension.join()
     _export()
-    if has_sets() and extension.world_is_new() and dist.is_initialized() and are_missing():
-        make()  # before the ranks differ in their calls; all of them begin the script here
+    if has_sets() and extension.world_is_new() and dist.is_initialized() and _are_missing():
+        _make()  # before the ranks differ in their calls; all of them begin the script here
 
 
 def _export() -> None:

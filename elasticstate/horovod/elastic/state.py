@@ -13,7 +13,7 @@ import elasticstate
 from elasticstate.horovod import negotiation, world
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.optimizer import drop_all
-from elasticstate.horovod.process_sets import members_of
+from elasticstate.horovod.world import members_of
 
 __all__ = ["ObjectState", "State", "TorchState"]
 

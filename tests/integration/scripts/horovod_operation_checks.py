@@ -19,7 +19,7 @@ from torch import nn
 
 import elasticstate.horovod as hvd
 from elasticstate import UsageError
-from elasticstate.horovod.process_sets import process_sets
+from elasticstate.horovod.world import process_sets
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

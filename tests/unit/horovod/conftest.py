@@ -7,12 +7,7 @@ import pytest
 
 import elasticstate.horovod as hvd
 from elasticstate import present_world
-from elasticstate.horovod import (
-    process_sets,
-    timeline,
-    world,
-    world as ours,
-)
+from elasticstate.horovod import timeline, world
 from elasticstate.worker import run
 
 
@@ -37,12 +32,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(run, "_is_past_gate", False)
     monkeypatch.setattr(run, "_keeps_last_world", False)
     monkeypatch.setattr(present_world, "_present", None)
-    monkeypatch.setattr(ours, "_initialized", False)
-    monkeypatch.setattr(ours, "_exported_in", 0)
+    monkeypatch.setattr(world, "_initialized", False)
+    monkeypatch.setattr(world, "_exported_in", 0)
     monkeypatch.setattr(world, "_made", None)
     monkeypatch.setattr(world, "_sets", {})
     monkeypatch.setattr(world, "_members", {})
-    monkeypatch.setattr(process_sets, "_added", [])
+    monkeypatch.setattr(world, "_added", [])
     monkeypatch.setattr(timeline, "_recorder", None)
     yield
     if timeline.present() is not None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import elasticstate
 import elasticstate.horovod as hvd
 from elasticstate import CollectiveError, NotInWorldError, UsageError, extension
-from elasticstate.horovod.process_sets import process_sets
+from elasticstate.horovod.world import process_sets
 
 NEEDING_A_WORLD: list[Callable[[], Any]] = [
     hvd.rank,
