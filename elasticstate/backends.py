@@ -1,7 +1,7 @@
 """Backends as plug-ins: the table of backends, and the interface of a backend to driver, agent and ``--check``.
 
 A backend sends tensors between workers. It has a part for each kind of process. A process imports the part of the
-job's backend for itself, and no part of any other backend. The interface to workers is in worker/contexts/context.py,
+job's backend for itself, and no part of any other backend. The interface to workers is in worker/contexts/__init__.py,
 because it needs torch.
 
 A backend's parts exchange messages that only they decode: :class:`messages.BackendRequest` from worker to driver, and
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class BackendParts(NamedTuple):
     """Names of the parts of a backend, each as ``module:name``."""
 
-    worker: str  # a worker.contexts.context.Backend
+    worker: str  # a worker.contexts.Backend
     driver: str = "elasticstate.backends:DriverBackend"
     agent: str = "elasticstate.backends:AgentBackend"
     check: str = (

@@ -29,7 +29,7 @@ from elasticstate.state.base import State, committer_of
 from elasticstate.state.session import FAILED_COLLECTIVE, Session
 from elasticstate.state.step_check import StepCheck
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooGroups
 from elasticstate.worker.loop import own_process_groups
 

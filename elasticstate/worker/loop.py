@@ -55,10 +55,9 @@ from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import error_chain, text_of
 from elasticstate.worker import call_monitor, contexts, script
-from elasticstate.worker.contexts import addresses
-from elasticstate.worker.contexts.context import Backend, Context, Fault, Rendezvous
+from elasticstate.worker.contexts import Backend, Context, Fault, Rendezvous, addresses
 from elasticstate.worker.record import ErrorHandler, handle
-from elasticstate.worker.replacement import exit_for_replacement
+from elasticstate.worker.script import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import LastWorldSession, WorkerSession
 from elasticstate.worker.storage import AgentStorage, open_peer

@@ -82,7 +82,7 @@ def _nccl_version() -> str:
 
 def _nccl_names() -> dict[str, str]:
     """Return torch's names of the backends that use NCCL, by those of elasticstate."""
-    from elasticstate.worker.contexts.nccl import torch_name
+    from elasticstate.worker.contexts import torch_name
 
     return {backend: torch_name(backend) for backend in ("nccl", "nccl2")}
 
@@ -93,7 +93,7 @@ def _try_gloo(timeout_s: float) -> None:
     import torch.distributed as dist
 
     from elasticstate.compat.process_groups import TCPStore
-    from elasticstate.worker.contexts.context import Rendezvous
+    from elasticstate.worker.contexts import Rendezvous
     from elasticstate.worker.contexts.gloo import GlooContext
 
     timeout = timedelta(seconds=timeout_s)
@@ -154,8 +154,7 @@ def _exchange(
 
     from elasticstate.compat.process_groups import PrefixStore, TCPStore
     from elasticstate.net.names import address_towards
-    from elasticstate.worker.contexts import addresses
-    from elasticstate.worker.contexts.context import Rendezvous
+    from elasticstate.worker.contexts import Rendezvous, addresses
 
     for name, value in variables.items():
         set_unless_given(value, name)

@@ -203,6 +203,21 @@ def _flush_files() -> None:
 atexit.register(_end)
 
 
+def exit_for_replacement(reason: str) -> NoReturn:
+    """End this process immediately. The agent starts another one in this slot, which resumes from the retained commit.
+
+    The process ends by a signal: the driver does not count that as the worker's own error, and no exit code of
+    libraries runs, which may wait for a device or for dead members.
+    """
+    from elasticstate.log import logger  # here: logging registers an exit function
+
+    logger.error("this worker is restarted: %s", reason)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while True:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def show_command(command: Sequence[str]) -> None:
     """Write the command over the arguments of this process, which ps shows; as far as there is space for it."""
     start, end = _memory(_ARGUMENTS)

@@ -27,7 +27,7 @@ from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
 from elasticstate.tracebacks import error_chain
 from elasticstate.worker import script
-from elasticstate.worker.replacement import exit_for_replacement
+from elasticstate.worker.script import exit_for_replacement
 
 A = TypeVar("A")
 

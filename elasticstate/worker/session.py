@@ -17,7 +17,7 @@ from elasticstate.net import messages
 from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits, Session
-from elasticstate.worker.contexts.context import Context
+from elasticstate.worker.contexts import Context
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.storage import LocalReplicas
 

@@ -51,6 +51,7 @@ MODULES = (
     "elasticstate.state.loader",
     "elasticstate.state.sampler",
     "cloudpickle",  # for worker/call.py, which must not be imported before it runs as a program
+    "elasticstate.worker.contexts.nccl",
     "elasticstate.worker.loop",
     "elasticstate.worker.run",
 )

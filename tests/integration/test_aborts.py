@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticstate.worker.contexts.nccl import torch_name
+from elasticstate.worker.contexts import torch_name
 from tests.kit.forks import Template
 from tests.kit.ranks import SOON_S, Rank, Ranks
 

@@ -15,7 +15,7 @@ import torch
 
 from elasticstate.mpi.driver_part import Applicant, Mpirun
 from elasticstate.private import open_directory, write_file
-from elasticstate.worker.contexts.nccl import torch_name
+from elasticstate.worker.contexts import torch_name
 from tests.kit.forks import Template
 from tests.kit.ranks import SOON_S, Rank, Ranks
 

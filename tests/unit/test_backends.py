@@ -12,7 +12,7 @@ from elasticstate.check.run import searches
 from elasticstate.options import kinds
 from elasticstate.plug_ins import load_part
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts.context import Backend, Context
+from elasticstate.worker.contexts import Backend, Context
 
 
 def test_the_option_accepts_each_backend_of_the_table() -> None:

@@ -22,15 +22,15 @@ from elasticstate.mpi.worker.group import GONE, MpiGroup, Progress
 from elasticstate.mpi.worker.world_builder import WorldBuilder, forget_identity, group_of
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
-from elasticstate.worker.contexts.context import Aside, Context, Fault, Rendezvous, TorchGroups
-from elasticstate.worker.replacement import exit_for_replacement
+from elasticstate.worker.contexts import Aside, Context, Fault, Rendezvous, TorchGroups
+from elasticstate.worker.script import exit_for_replacement
 
 _LOOK_INTERVAL_S = 0.002
 _STUCK_AFTER_S = 2.0
 
 
 class MpiBackend:
-    """The MPI backend (see worker.contexts.context.Backend).
+    """The MPI backend (see worker.contexts.Backend).
 
     The members of a job's first world start MPI in that world, together, because Open MPI uses shared memory only
     between processes of one Open MPI job. A new worker starts MPI before it sends READY, so that the others do not wait
@@ -61,7 +61,7 @@ class MpiBackend:
 
 
 class MpiContext(Context):
-    """The MPI groups of one generation. See worker.contexts.context.Context."""
+    """The MPI groups of one generation. See worker.contexts.Context."""
 
     severs_in_python = True
 

@@ -32,7 +32,7 @@ from elasticstate.mpi.driver_part import Applicant
 from elasticstate.net.names import interface_of, is_loopback
 from elasticstate.options import inherited_environment
 from elasticstate.private import open_directory, read_file
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous
 
 # ------------------------------------------------------------------------------------------------------------- identity
 # Identity of this process for MPI: a member of a job of the PMIx server in ``mpirun`` (see mpi/__init__.py).

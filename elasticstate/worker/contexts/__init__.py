@@ -1,16 +1,148 @@
-"""Gloo and NCCL, and the choice of the backend in a worker. See context.py and elasticstate.backends."""
+"""Interface between the run loop and a backend: one :class:`Backend` per process, one :class:`Context` per generation.
+
+No backend depends on the loop or on another backend. The table in elasticstate.backends names the backends. Also here:
+the choice of the backend, and what several backends use.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum, auto
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from elasticstate._native import GlooSockets
 from elasticstate.backends import BACKENDS
+from elasticstate.compat import process_groups
+from elasticstate.compat.process_groups import Store
+from elasticstate.errors import CollectiveError
+from elasticstate.log import logger
+from elasticstate.net.messages import FromWorkerBody
+from elasticstate.options import WorkerEnvironment
 from elasticstate.plug_ins import load_part
-from elasticstate.worker.contexts.context import Backend
-from elasticstate.worker.contexts.nccl import torch_name
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Data with which a worker meets the other members of a generation."""
+
+    store: Store  # store of this generation alone
+    name: str  # unique name of the generation: "job/number"
+    worker: str  # name of this worker, the same in all generations
+    rank: int
+    size: int
+    init_timeout: timedelta  # maximum time until all members have arrived
+    collective_timeout: timedelta  # timeout of the collectives of every group, including those of user code
+    check: Callable[[], None]  # raises CollectiveError after the generation has ended
+    address: str = ""  # at which the other members reach this host; empty: not known
+
+
+class Fault(Enum):
+    """Meaning of an exception for its generation."""
+
+    UNKNOWN = auto()  # may also be the worker's own error: Gloo's errors are all plain RuntimeErrors
+    GENERATION = auto()  # a member died, or the generation's communication broke
+    DEVICE = auto()  # nothing in this process can use its device again: another process must replace it
+
+
+class Context(ABC):
+    """All process groups of one generation. Used on the main thread only. Any thread may call ``sever``."""
+
+    severs_in_python = False  # ``sever`` cuts more than ``sockets``
+    raises_when_cut = True  # a collective that is cut raises an error; otherwise it may leave garbage in its tensors
+
+    def __init__(self) -> None:
+        self.sockets = GlooSockets()
+        """The sockets that the sentinel cuts without Python."""
+
+    def watch_store(self, address: tuple[str, int]) -> None:
+        """Make ``sever`` also cut this process's connections to the store at ``address``."""
+        self.sockets.watch_store(*address)
+
+    @abstractmethod
+    def create(self, rendezvous: Rendezvous) -> None:
+        """Create the default process group of the generation.
+
+        Raises the backend's errors when a member is missing, or when the generation is severed during the call.
+        """
+
+    @abstractmethod
+    def subgroup(self, ranks: tuple[int, ...]) -> Any:
+        """Return a group of these ranks, ascending. Only these ranks call it. The group lasts until ``destroy``."""
+
+    @abstractmethod
+    def sever(self) -> None:
+        """Cut all communication: a thread that is in, or enters, a collective, an init or a store wait gets an error.
+
+        The sentinel calls it repeatedly until the generation has been left, because new connections may appear.
+        """
+
+    def own_failure(self) -> str:
+        """Return the failure that the backend has found by itself, in words; "" if it has found none, or has no means.
+
+        Any thread may call it, each second, where ``severs_in_python`` is true. "" after ``destroy`` has begun.
+        """
+        return ""
+
+    @abstractmethod
+    def broken(self) -> bool:
+        """Return True if the generation's communication is cut: by this process, or by the loss of a member."""
+
+    @abstractmethod
+    def has_failed(self) -> bool:
+        """Return True if a collective of this generation has failed in this process, whatever caught its error.
+
+        Cheap enough for each tick. It never becomes False again. A planned end of the generation is no failure.
+        """
+
+    def may_have_failed(self) -> bool:
+        """Return True if a collective may have failed without ``has_failed``, because a member is lost.
+
+        Cheap enough for each tick. Do not call it after the last tick of the generation: then members leave by plan.
+        """
+        return False
+
+    @abstractmethod
+    def classify(self, error: BaseException) -> Fault:
+        """Return the meaning of one exception, without its causes."""
+
+    def usable(self) -> bool:
+        """Return True if this process, after a failure, can be a member of another generation."""
+        return True
+
+    def retire(self) -> Callable[[], None]:
+        """Take the groups of a generation out of use that all members have left by plan, so that nothing is in flight.
+
+        Return the function that destroys what remains: it may run on another thread, beside the next generation.
+        """
+        self.destroy()
+        return lambda: None
+
+    @abstractmethod
+    def destroy(self, by_plan: bool = False) -> None:
+        """Destroy the groups. No thread and no descriptor of the generation remains afterwards.
+
+        ``by_plan``: all members do so now, as they have passed the exit gate.
+        """
+
+
+class Backend(Protocol):
+    """One way to send tensors, for the life of the process."""
+
+    def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
+        """Do slow preparations before the first READY. ``send`` sends a message to the agent."""
+
+    def context(self) -> Context:
+        """Return a context for the next generation. The one before it has been destroyed."""
 
 
 def choose(name: str) -> Backend:
@@ -28,3 +160,137 @@ def for_torch() -> str:
     """Return the backend name for torch's ``init_process_group``, for a process without other members."""
     name = by_devices()
     return f"cpu:gloo,cuda:{torch_name(name)}" if name == "nccl" else name
+
+
+def torch_name(backend: str) -> str:
+    """Return the name by which torch knows a backend of elasticstate (nccl, nccl2); "" if this torch does not have it.
+
+    ``nccl`` is ProcessGroupNCCL, whatever torch means by that name.
+    """
+    return process_groups.torch_backend(*{"nccl": ("nccl-legacy", "nccl"), "nccl2": ("nccl2",)}[backend])
+
+
+class TorchGroups:
+    """The groups that torch creates in one generation, from ``create`` to ``destroy``. Main thread only.
+
+    These are the default group and those of user code's ``new_group``, ``split_group`` and ``DeviceMesh``. They get the
+    world's timeout.
+    """
+
+    def __init__(self, begin: Callable[[int], bool], end: Callable[[], None]) -> None:
+        """Set the callbacks: ``begin(size)`` before the creation of a group (False stops it), ``end()`` afterwards."""
+        self._begin = begin
+        self._end = end
+        self._timeout = timedelta()
+        self._restore_creation: Callable[[], None] | None = None
+
+    def create(self, backend: str, collective_timeout: timedelta, **options: Any) -> None:
+        """Call ``init_process_group(backend, **options)``. Later groups get the timeout ``collective_timeout``."""
+        self._timeout = collective_timeout
+        excepthook = sys.excepthook
+        self._restore_creation = process_groups.replace_group_creation(self._create_registered)
+        try:
+            dist.init_process_group(backend, **options)
+        finally:
+            sys.excepthook = excepthook  # each init_process_group wraps it again
+
+    def destroy(self) -> None:
+        """Destroy the groups, if any were created."""
+        if self._restore_creation is not None:
+            self._restore_creation()
+            self._restore_creation = None
+        if dist.is_initialized():
+            process_groups.destroy_groups(logger.error)
+        process_groups.reset_group_count()
+
+    def retire(self) -> list[Any]:
+        """Take all groups out of use. Whoever drops the returned list destroys the groups, on any thread."""
+        groups = process_groups.all_groups()
+        self.destroy()
+        return groups
+
+    def _create_registered(
+        self, create: Callable[..., Any], size: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if kwargs.get("timeout") in process_groups.DEFAULT_TIMEOUTS:
+            kwargs["timeout"] = self._timeout
+        if not self._begin(size):
+            raise CollectiveError("the generation has ended")
+        try:
+            return create(*args, **kwargs)
+        finally:
+            self._end()
+
+
+# cudaError_t after which "the process must be terminated and relaunched", according to the CUDA runtime documentation:
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_LASTING = {
+    214,  # cudaErrorECCUncorrectable
+    220,  # cudaErrorNvlinkUncorrectable
+    226,  # cudaErrorContained
+    700,  # cudaErrorIllegalAddress
+    702,  # cudaErrorLaunchTimeout
+    710,  # cudaErrorAssert
+    714,  # cudaErrorHardwareStackError
+    715,  # cudaErrorIllegalInstruction
+    716,  # cudaErrorMisalignedAddress
+    717,  # cudaErrorInvalidAddressSpace
+    718,  # cudaErrorInvalidPc
+    719,  # cudaErrorLaunchFailure
+    721,  # cudaErrorTensorMemoryLeak
+}
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return True if ``error`` means that the process which raised it can never use the device again.
+
+    torch stores CUDA's error number in the exception.
+    """
+    accelerator_error = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    if accelerator_error is None or not isinstance(error, accelerator_error):
+        return False
+    return getattr(error, "error_code", None) in _LASTING
+
+
+def answers(scratch: torch.Tensor, device: torch.device, timeout: timedelta) -> bool:
+    """Return True if a kernel on ``device`` completes in time, False if it fails or hangs.
+
+    The kernel changes ``scratch``, a tensor there.
+    """
+
+    def probe() -> None:
+        scratch.add_(1)
+        torch.cuda.synchronize(device)
+
+    aside = Aside(probe, device.index)
+    return aside.join(timeout.total_seconds()) and aside.error is None
+
+
+class Aside:
+    """A call on a thread of its own. If the call hangs, its caller does not.
+
+    ``device``: index of the CUDA device that the thread uses. A new thread is on device 0, and may take memory there:
+    NVIDIA's in-process restart had that fault (https://github.com/NVIDIA/nvidia-resiliency-ext/pull/103).
+    """
+
+    def __init__(self, call: Callable[[], object], device: int | None) -> None:
+        self._call = call
+        self._device = device
+        self.error: BaseException | None = None
+        self.begun = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                with suppress(RuntimeError, AssertionError):  # a device that is lost; the call must come all the same
+                    torch.cuda.set_device(self._device)
+            self._call()
+        except BaseException as error:
+            self.error = error
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the call. Return True if it has ended before the timeout."""
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()

@@ -19,7 +19,7 @@ from elasticstate.errors import CollectiveError, UnreachableError, UsageError
 from elasticstate.log import logger
 from elasticstate.net.names import interface_addresses, interface_names, is_loopback, selecting_interface
 from elasticstate.options import environment_variable, set_unless_given
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _NCCL = "NCCL_SOCKET_IFNAME"

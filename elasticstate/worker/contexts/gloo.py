@@ -15,8 +15,7 @@ from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
-from elasticstate.worker.contexts import addresses
-from elasticstate.worker.contexts.context import Context, Fault, Rendezvous, TorchGroups
+from elasticstate.worker.contexts import Context, Fault, Rendezvous, TorchGroups, addresses
 
 _CUT_AFTER_S = 0.05  # on leaving a generation, cut operations that take longer; ended ones are cleared sooner
 _QUIET_TIMEOUT_S = 5.0  # maximum time until cut operations end
@@ -72,7 +71,7 @@ class GlooGroups:
 
 
 class GlooBackend:
-    """The Gloo backend (see context.Backend). None of its objects outlives a generation."""
+    """The Gloo backend (see contexts.Backend). None of its objects outlives a generation."""
 
     _counts_failures = False
 
@@ -89,7 +88,7 @@ class GlooBackend:
 
 
 class GlooContext(Context):
-    """The Gloo groups of one generation. See context.Context."""
+    """The Gloo groups of one generation. See contexts.Context."""
 
     def __init__(self, counts_failures: bool = False) -> None:
         """``counts_failures``: ``_native.count_failed_collectives`` has returned True."""
@@ -131,7 +130,7 @@ class GlooContext(Context):
         return self._gloo.subgroup(self._rendezvous, ranks)
 
     def retire(self) -> Callable[[], None]:
-        """See context.Context. Gloo closes one connection after another, and waits up to 10 ms for each."""
+        """See contexts.Context. Gloo closes one connection after another, and waits up to 10 ms for each."""
         self._gloo.be_quiet()
         groups = [*self._groups.retire(), *self._gloo.take()]
         self._rendezvous = None

@@ -28,10 +28,9 @@ from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import ANY_NCCL, WorkerEnvironment, environment_variable, set_unless_given
-from elasticstate.worker.contexts import addresses, context as devices
-from elasticstate.worker.contexts.context import Fault, Rendezvous
+from elasticstate.worker.contexts import Aside, Fault, Rendezvous, addresses, answers, is_lost, torch_name
 from elasticstate.worker.contexts.gloo import GlooContext
-from elasticstate.worker.replacement import exit_for_replacement
+from elasticstate.worker.script import exit_for_replacement
 
 # Environment variables for torch and NCCL that let a process outlive the failure of its communicators.
 #
@@ -124,14 +123,6 @@ def apply_settings() -> list[str]:
     return warnings
 
 
-def torch_name(backend: str) -> str:
-    """Return the name by which torch knows a backend of elasticstate (nccl, nccl2); "" if this torch does not have it.
-
-    ``nccl`` is ProcessGroupNCCL, whatever torch means by that name.
-    """
-    return process_groups.torch_backend(*{"nccl": ("nccl-legacy", "nccl"), "nccl2": ("nccl2",)}[backend])
-
-
 def require_usable(backend: str, nccl: tuple[int, ...]) -> list[str]:
     """Raise UsageError if this version of NCCL is known not to survive a failure.
 
@@ -173,7 +164,7 @@ _NCCL2_ERRORS = (
 
 
 class NcclBackend:
-    """An NCCL backend (see context.Backend). The CUDA context of the process outlives all generations."""
+    """An NCCL backend (see contexts.Backend). The CUDA context of the process outlives all generations."""
 
     name = "nccl"  # of --backend
 
@@ -230,7 +221,7 @@ def _make_sure_of_device(backend: str, slot: int) -> None:
 
 
 class NcclContext(GlooContext):
-    """The NCCL and Gloo groups of one generation. See context.Context."""
+    """The NCCL and Gloo groups of one generation. See contexts.Context."""
 
     severs_in_python = True
     raises_when_cut = False  # the kernels end, and the stream goes on
@@ -247,7 +238,7 @@ class NcclContext(GlooContext):
         self._is_leaving = False
         self._making = False  # True while a group is created
         self._cut_in_making: float | None = None  # when that was to end
-        self._aborts: dict[Any, devices.Aside | None] = {}  # begun, of each group; None: it has no NCCL part
+        self._aborts: dict[Any, Aside | None] = {}  # begun, of each group; None: it has no NCCL part
 
     # ------------------------------------------------------------------------------------------------------ main thread
 
@@ -274,7 +265,7 @@ class NcclContext(GlooContext):
             self._making = False
 
     def retire(self) -> Callable[[], None]:
-        """Destroy the groups at once: see context.Context."""
+        """Destroy the groups at once: see contexts.Context."""
         self._part_together()
         self._destroy(exit_for_replacement)
         return lambda: None
@@ -331,7 +322,7 @@ class NcclContext(GlooContext):
             options.timeout = timedelta(seconds=_TOGETHER_TIMEOUT_S)
             cpu.barrier(options).wait()
 
-        aside = devices.Aside(meet, self._device.index)
+        aside = Aside(meet, self._device.index)
         deadline = time.monotonic() + _TOGETHER_TIMEOUT_S
         while not aside.join(_LOOK_INTERVAL_S) and not self._severed and time.monotonic() < deadline:
             pass
@@ -345,7 +336,7 @@ class NcclContext(GlooContext):
         return self.sockets.lost()
 
     def classify(self, error: BaseException) -> Fault:
-        if devices.is_lost(error):
+        if is_lost(error):
             return Fault.DEVICE
         is_of_nccl2 = isinstance(error, RuntimeError) and any(text in str(error) for text in _NCCL2_ERRORS)
         return Fault.GENERATION if is_of_nccl2 or isinstance(error, dist.DistError) else Fault.UNKNOWN
@@ -359,7 +350,7 @@ class NcclContext(GlooContext):
         """
         if self._scratch is None or self._rendezvous is None:
             return True
-        return devices.answers(self._scratch, self._device, self._rendezvous.init_timeout)
+        return answers(self._scratch, self._device, self._rendezvous.init_timeout)
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -399,7 +390,7 @@ class NcclContext(GlooContext):
                 if group not in self._aborts:
                     part = _nccl_of(group)
                     call = functools.partial(_abort_part, part)
-                    self._aborts[group] = None if part is None else devices.Aside(call, self._device.index)
+                    self._aborts[group] = None if part is None else Aside(call, self._device.index)
             aborts = [abort for abort in self._aborts.values() if abort is not None]
         is_late = not all(abort.join(abort.begun + _ABORT_TIMEOUT_S - time.monotonic()) for abort in aborts)
         if is_late:

@@ -41,7 +41,7 @@ from elasticstate.errors import CollectiveError
 from elasticstate.mpi.driver_part import decode_request
 from elasticstate.options import WorkerEnvironment
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts.context import Context, Rendezvous
+from elasticstate.worker.contexts import Context, Rendezvous
 
 LONG = timedelta(seconds=120)
 os.environ["NCCL_HOSTID"] = str(os.getpid())

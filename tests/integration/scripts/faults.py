@@ -24,7 +24,7 @@ from elasticstate.options import worker_environment
 from elasticstate.state.peer import PeerReader
 from elasticstate.state.session import Channel
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts.context import Context, Rendezvous
+from elasticstate.worker.contexts import Context, Rendezvous
 from elasticstate.worker.loop import Regrouper
 
 BUSY_S = 6.0

@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooContext
 
 LONG = timedelta(seconds=120)

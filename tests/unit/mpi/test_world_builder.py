@@ -22,7 +22,7 @@ from elasticstate.mpi.worker.world_builder import (
     take_identity,
 )
 from elasticstate.net.names import own_addresses
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous
 
 SHORT = timedelta(seconds=10)
 

@@ -16,8 +16,7 @@ from elasticstate.compat import process_groups
 from elasticstate.compat.process_groups import HashStore
 from elasticstate.errors import UnreachableError, UsageError
 from elasticstate.net.names import own_addresses
-from elasticstate.worker.contexts import addresses
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous, addresses
 
 LIMIT = timedelta(seconds=5)
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

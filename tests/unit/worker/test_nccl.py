@@ -21,8 +21,7 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.options import WorkerEnvironment, set_unless_given
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts import context, nccl
-from elasticstate.worker.contexts.context import Context, Fault, TorchGroups
+from elasticstate.worker.contexts import Context, Fault, TorchGroups, nccl
 from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -197,7 +196,7 @@ def test_an_error_is_judged_by_type_and_number(error: BaseException, fault: Faul
 
 @NO_CUDA
 def test_a_device_that_cannot_be_asked_does_not_answer() -> None:
-    assert not context.answers(torch.zeros(1), DEVICE, timedelta(seconds=5))
+    assert not contexts.answers(torch.zeros(1), DEVICE, timedelta(seconds=5))
 
 
 def test_a_call_comes_even_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +205,13 @@ def test_a_call_comes_even_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     called = threading.Event()
-    assert context.Aside(called.set, 1).join(10)
+    assert contexts.Aside(called.set, 1).join(10)
     assert called.is_set(), "an abort frees the other ranks"
 
 
 def test_whoever_waits_for_what_hangs_does_not() -> None:
     never = threading.Event()
-    aside = context.Aside(never.wait, None)
+    aside = contexts.Aside(never.wait, None)
     assert not aside.join(0.01)
     never.set()
     assert aside.join(10)
@@ -266,7 +265,7 @@ def test_no_group_begins_after_the_end() -> None:
 
 def test_whoever_is_replaced_ends_by_a_signal_and_says_why() -> None:
     program = (
-        "import atexit\nfrom elasticstate.worker.replacement import exit_for_replacement\n"
+        "import atexit\nfrom elasticstate.worker.script import exit_for_replacement\n"
         "atexit.register(print, 'tidied up')\nprint('before', end='')\nexit_for_replacement('no device')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

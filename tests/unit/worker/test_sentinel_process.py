@@ -427,7 +427,7 @@ def test_a_forked_child_that_ends_by_itself_runs_down_without_harm(start: Start)
 
 COLLECTIVE = """
 import datetime, torch, torch.distributed as dist
-from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooContext
 port, rank = int(os.environ["PORT"]), int(os.environ["RANK"])
 LONG = datetime.timedelta(seconds=120)
