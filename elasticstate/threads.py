@@ -8,7 +8,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar
 
-from elasticstate.compat.standard_library import start_thread
+from elasticstate.compat.libraries import start_thread
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from elasticstate.compat.standard_library import set_tls_buffer_bytes
+from elasticstate.compat.libraries import set_tls_buffer_bytes
 from elasticstate.net import messages
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.net.names import LocalPeers

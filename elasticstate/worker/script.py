@@ -87,7 +87,7 @@ def run(command: Sequence[str]) -> NoReturn:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     if words[0] == "-m":
-        from elasticstate.compat.standard_library import main_module_runner
+        from elasticstate.compat.libraries import main_module_runner
 
         sys.argv = ["-m", *words[2:]]
         run_module = main_module_runner()

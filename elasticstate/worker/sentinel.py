@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol, TypeVar
 
 from elasticstate import _native, tracebacks
-from elasticstate.compat import standard_library
+from elasticstate.compat import libraries
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.log import logger
@@ -298,7 +298,7 @@ class Sentinel:
         if self._reports:
             self._has_reported = threading.Event()
             arguments = (world.generation, context.sockets, self._has_reported, self._has_left)
-            standard_library.start_thread(self._report, *arguments)
+            libraries.start_thread(self._report, *arguments)
 
     def _report(
         self,
@@ -326,7 +326,7 @@ class Sentinel:
         began_at, has_warned = time.monotonic(), False
         while not has_left.wait(_WATCH_INTERVAL_S):
             passed_s = time.monotonic() - began_at
-            if not sockets.failures() or standard_library.handles_exception(threading.main_thread()):
+            if not sockets.failures() or libraries.handles_exception(threading.main_thread()):
                 continue
             if passed_s > self._most_refusals_s:
                 exit_for_replacement("the script has caught the error of a collective, and has gone on without a tick")
@@ -355,7 +355,7 @@ class Sentinel:
         """Send the last collectives, and the place of the main thread. ``text``: the error with which it left there."""
         from elasticstate.compat import process_groups  # here, so that this module can be imported without torch
 
-        stack = standard_library.stack_of(threading.main_thread())
+        stack = libraries.stack_of(threading.main_thread())
         entered = process_groups.last_collectives(self._entered_ns)
         where = text or "".join(stack.format())
         line = "" if text else tracebacks.line_of(stack)

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import _thread, asyncio, os, signal, subprocess, sys, threading, time
-from elasticstate.compat.standard_library import start_thread
+from elasticstate.compat.libraries import start_thread
 from loop_watch import watch_loops
 
 def sleeps():

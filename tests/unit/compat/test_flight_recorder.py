@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elasticstate import compat
-from elasticstate.compat import process_groups, standard_library
+from elasticstate.compat import libraries, process_groups
 
 PROGRAM = """
 import json, os, time
@@ -63,7 +63,7 @@ def test_the_stack_of_a_thread_ends_where_it_is() -> None:
     thread = threading.Thread(target=wait_there)
     thread.start()
     inside.wait()
-    assert "wait_there" in [frame.name for frame in standard_library.stack_of(thread)]
+    assert "wait_there" in [frame.name for frame in libraries.stack_of(thread)]
     over.set()
     thread.join()
-    assert not standard_library.stack_of(thread)
+    assert not libraries.stack_of(thread)

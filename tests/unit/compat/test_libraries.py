@@ -6,7 +6,7 @@ import sys
 import threading
 
 import elasticstate.net.control  # noqa: F401 - sets the buffer size
-from elasticstate.compat import standard_library
+from elasticstate.compat import libraries
 
 
 def test_a_thread_gets_its_arguments() -> None:
@@ -17,7 +17,7 @@ def test_a_thread_gets_its_arguments() -> None:
         received.append(arguments)
         done.set()
 
-    standard_library.start_thread(note, 1, "two")
+    libraries.start_thread(note, 1, "two")
     assert done.wait(10)
     assert received == [(1, "two")]
 
@@ -26,5 +26,5 @@ def test_tls_connections_have_a_buffer_of_a_set_size() -> None:
     size = getattr(asyncio.sslproto.SSLProtocol, "max_size", None)
     if sys.version_info >= (3, 11):
         assert size == 1 << 14, "net/control.py has set it"
-    standard_library.set_tls_buffer_bytes(size or 1 << 14)
+    libraries.set_tls_buffer_bytes(size or 1 << 14)
     assert getattr(asyncio.sslproto.SSLProtocol, "max_size", None) == size
