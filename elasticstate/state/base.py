@@ -438,7 +438,7 @@ class State(Joinable):
     def join_hook(self, **kwargs: Any) -> StateJoinHook:
         if self._committer.attached is not None:
             raise UsageError("A state with attached values cannot be in a Join. Give all ranks equally many batches.")
-        if self._committer.session.one_copy:
+        if self._committer.session.view.keepers:
             raise UsageError(
                 "A state cannot be in a Join with --one-copy-per-host. Give all ranks equally many batches, or leave "
                 "the option out."

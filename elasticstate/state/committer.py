@@ -130,13 +130,13 @@ class Committer:
     @property
     def has_own_commit(self) -> bool:
         """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
-        is_replaced = self.is_prefetched and self.session.rank in self.session.lacking
+        is_replaced = self.is_prefetched and self.session.view.rank in self.session.view.lacking
         return self.snapshot.newest is not None and not is_replaced
 
     @property
     def starts_from_shards(self) -> bool:
         """True if the present world starts from the shards of a commit, and no rank sends its state."""
-        return self.session.line is not None or self.stored is not None
+        return self.session.view.line is not None or self.stored is not None
 
     # ------------------------------------------------------------------------------------------------- making a commit
 
@@ -156,7 +156,7 @@ class Committer:
         if self.before_commit is not None:
             self.before_commit()
         sampler.note_commit()
-        if self.session.follows is not None:
+        if self.session.view.follows is not None:
             return
         self._begin(commit)
         if self.attached is not None:
@@ -311,10 +311,10 @@ class Committer:
         """
         if self.attached is not None:
             raise UsageError("restore() cannot restore attached values. They get their content when they are attached.")
-        if self.session.follows is not None and self.snapshot.newest is None:
+        if self.session.view.follows is not None and self.snapshot.newest is None:
             raise UsageError(
                 f"restore() needs a commit of this worker's own, but with --one-copy-per-host the worker in slot "
-                f"{self.session.follows} keeps the commits of this host. Leave the option out."
+                f"{self.session.view.follows} keeps the commits of this host. Leave the option out."
             )
         self.settle()
         newest, begun = self.snapshot.newest, self.begun
@@ -492,7 +492,7 @@ class Committer:
 
         Return True if a check of all ranks must follow.
         """
-        session = self.session
+        session, view = self.session, self.session.view
         self.settle()
         if session.records_ticks:
             torch_tensors.install()  # before the first collective of this generation
@@ -505,48 +505,48 @@ class Committer:
             self._synced_generation = session.generation
             return False
         start = CommitId(session.generation, 0)
-        self.has_followed = self.has_followed or session.follows is not None
+        self.has_followed = self.has_followed or view.follows is not None
         channel = None
-        far = [rank for rank in session.lacking if rank not in session.near]
-        if far and session.rank in (session.root, *far):
-            channel = channel_between(session, session.root, far)
+        far = [rank for rank in view.lacking if rank not in view.near]
+        if far and view.rank in (view.root, *far):
+            channel = channel_between(session, view.root, far)
             kinds, has_commit = self._live._value_kinds(), self.snapshot.newest is not None
-            refused = find_refused(channel, taking_part(session.root, far), session.root, kinds, has_commit)
-            if session.rank in refused:
-                raise StateError(refused[session.rank])
-        if session.rank not in session.lacking and session.follows is None:
+            refused = find_refused(channel, taking_part(view.root, far), view.root, kinds, has_commit)
+            if view.rank in refused:
+                raise StateError(refused[view.rank])
+        if view.rank not in view.lacking and view.follows is None:
             self._seal_start(start)
-        if channel is not None and session.rank == session.root:
+        if channel is not None and view.rank == view.root:
             self._send(channel)
         elif channel is not None:
             self._receive(channel, start)
-        elif session.rank in session.near and session.follows is not None:
-            self._load_from(session.follows, start)
-        elif session.rank in session.near:
+        elif view.rank in view.near and view.follows is not None:
+            self._load_from(view.follows, start)
+        elif view.rank in view.near:
             self._read(start)
         self.is_prefetched = False
-        self.has_followed = session.follows is not None
+        self.has_followed = view.follows is not None
         self.drop_gradients()
         self._synced_generation = session.generation
-        self.begins_world = session.verify_sync
-        return session.verify_sync
+        self.begins_world = view.options.verify_sync
+        return view.options.verify_sync
 
     def _seal_start(self, start: CommitId) -> None:
         """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others.
 
         A commit with shards is none to send: some member died before all had attached their values.
         """
-        session = self.session
-        is_first = self.snapshot.newest is None and session.rank == session.root
+        view = self.session.view
+        is_first = self.snapshot.newest is None and view.rank == view.root
         if is_first and self.has_followed:
             raise StateLostError(
                 "no worker holds a commit any more, and this worker kept none because of --one-copy-per-host, so its "
                 "state is that of no tick. The job continues when this worker has been restarted."
             )
-        if is_first or self.must_seal or (session.lacking and self.snapshot.has_attached):
+        if is_first or self.must_seal or (view.lacking and self.snapshot.has_attached):
             self.seal(start)
             self.must_seal = False
-        elif session.lacking:
+        elif view.lacking:
             self.snapshot.restamp(start)
             self._record_commits()
 
@@ -571,7 +571,7 @@ class Committer:
         private = rng.capture() if keeps_random_state else rng.derived(seed, session.worker_key, commit.generation)
         # A follower that cannot read its keeper's commit receives it into memory of its process, for as long as it
         # takes.
-        snapshot = self.snapshot if session.follows is None else Snapshot()
+        snapshot = self.snapshot if session.view.follows is None else Snapshot()
         try:
             payload = snapshot.incoming(header, private)
             channel.broadcast(payload)
@@ -588,7 +588,7 @@ class Committer:
         """Read the root's state from its memory on this host, seal it as ``commit``, and make it the live state."""
         session = self.session
         assert self._peers is not None, "only a worker that reads commits is in near"
-        source = self._peers.wait_for(session.root_slot, commit, session.check)
+        source = self._peers.wait_for(session.view.root_slot, commit, session.check)
         peers, started = self._peers, time.monotonic()
         place = self.snapshot, session.worker_key, session.generation
         if source is None or not self.receive(commit, lambda targets: peers.load(source, *place, targets)):
@@ -626,7 +626,7 @@ class Committer:
         This worker's own commit is used if it is the line. Otherwise the values are another worker's, and the random
         state is derived, as in a sync. Then this worker holds no commit of the line.
         """
-        session, line = self.session, self.session.line
+        session, line = self.session, self.session.view.line
         if not self.starts_from_shards:
             return False
         self.settle()
@@ -646,8 +646,8 @@ class Committer:
 
     def attach(self, values: Mapping[str, Any], init: Callable[[], object] | None) -> bool:
         """Attach values to the present world: see ``TorchState.attach``. Return True if a check must follow."""
-        session = self.session
-        if session.one_copy:
+        session, view = self.session, self.session.view
+        if view.keepers:
             raise UsageError(
                 "attach() was called in a job with --one-copy-per-host: each worker holds shards of its own, so no "
                 "other worker's commit has them. Leave the option out."
@@ -667,17 +667,17 @@ class Committer:
         if self.starts_from_shards:
             with self._copies() as copies, self._growing(attached) as grow:
                 pieces = attached.restore(copies, grow)
-                if session.verify_sync:
-                    check_reshard(copies, pieces, session.rank, session.size, self._messages_of_all)
+                if view.options.verify_sync:
+                    check_reshard(copies, pieces, view.rank, view.size, self._messages_of_all)
         elif init is not None:
             init()
-            if session.size > 1:
+            if view.size > 1:
                 attached.spread(session)
         self.attached = attached
         self._seal_attached(CommitId(session.generation, 0) if session.generation > 0 else session.commit_id())
         # No rank may overwrite the line before all have sealed this commit.
         session.record_attached(tuple(found for (found,) in self._numbers_of_all([attached.digest()])))
-        return session.verify_sync
+        return view.options.verify_sync
 
     def detach(self) -> None:
         """Release the attached values: their world is over. Nothing keeps them alive afterwards."""
@@ -697,12 +697,14 @@ class Committer:
         def grow() -> None:
             nonlocal growth
             self._numbers_of_all([0])
-            assert self.snapshot.previous != self.session.line, "the line is the newest commit, or not in these buffers"
+            assert self.snapshot.previous != self.session.view.line, (
+                "the line is the newest commit, or not in these buffers"
+            )
             captured, sharding = self._capture(attached)
             growth = self.snapshot.grow(captured, rng.capture(), sharding)
 
         try:
-            yield None if self.session.line is None or self.session.verify_sync else grow
+            yield None if self.session.view.line is None or self.session.view.options.verify_sync else grow
         finally:
             if growth is not None:
                 growth.join()
@@ -710,9 +712,9 @@ class Committer:
 
     def _copies(self) -> CommitCopies:
         if self.stored is not None:
-            return self.stored.commit_copies(self.session.rank)
+            return self.stored.commit_copies(self.session.view.rank)
         session = self.session
-        sources, line = list(session.sources), session.line
+        sources, line = list(session.view.sources), session.view.line
         own = self.snapshot.find(line) if line is not None and line in self.commits else None
         return copies_with_own(session.copy_reader(), sources, own, session.worker_key)
 
@@ -741,17 +743,22 @@ class Committer:
 
     def check(self, exclusions: divergence.Exclusions) -> None:
         """Compare the newest commits of all ranks, or the live values if some keep no commits: see ``State.check``."""
-        session, begins, self.begins_world = self.session, self.begins_world, False
+        session, view = self.session, self.session.view
+        begins, self.begins_world = self.begins_world, False
         self.settle()
-        if session.generation > 0 and session.size > 1:
+        if session.generation > 0 and view.size > 1:
             exclusions.leave_out(self.attached.names if self.attached is not None else ())
-            if session.one_copy or begins:  # followers hold no commits; after a sync, the live values count
+            if view.keepers or begins:  # followers hold no commits; after a sync, the live values count
                 live = LiveValues(self._live.capture(), session.ticks)
                 divergence.check(
-                    live, channel_of_all(self.session), session.rank, exclusions, live.difference(session.one_copy)
+                    live,
+                    channel_of_all(self.session),
+                    view.rank,
+                    exclusions,
+                    live.difference(bool(view.keepers)),
                 )
             else:
-                divergence.check(self.snapshot, channel_of_all(self.session), session.rank, exclusions)
+                divergence.check(self.snapshot, channel_of_all(self.session), view.rank, exclusions)
             return
         try:
             self.snapshot.verify()
@@ -759,16 +766,16 @@ class Committer:
             self._record_commits()
 
     def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
-        return [numbers] if self.session.size == 1 else channel_of_all(self.session).numbers_of_all(numbers)
+        return [numbers] if self.session.view.size == 1 else channel_of_all(self.session).numbers_of_all(numbers)
 
     def _messages_of_all(self, message: bytes) -> list[bytes]:
-        return [message] if self.session.size == 1 else channel_of_all(self.session).messages_of_all(message)
+        return [message] if self.session.view.size == 1 else channel_of_all(self.session).messages_of_all(message)
 
     @property
     def must_compare(self) -> bool:
         """True if the ranks must compare their values at this commit: the first one of a world with followers."""
-        session = self.session
-        return session.one_copy and session.size > 1 and self._compared_generation != session.generation
+        view = self.session.view
+        return bool(view.keepers) and view.size > 1 and self._compared_generation != view.generation
 
     def compare(self, exclusions: divergence.Exclusions) -> None:
         """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``.
@@ -777,7 +784,7 @@ class Committer:
         """
         self.check(exclusions)
         self._compared_generation = self.session.generation
-        if self.session.follows is not None and self.snapshot.newest is not None:
+        if self.session.view.follows is not None and self.snapshot.newest is not None:
             self.snapshot.forget()
             self._record_commits()
 
@@ -795,7 +802,7 @@ class Committer:
 
         All ranks call it when no rank has inputs left. ``is_last``: this rank trained in the last tick.
         """
-        session = self.session
+        session, view = self.session, self.session.view
         session.check_collectives()
         self.settle()
         was_last = [bool(flag) for (flag,) in Channel(None, 0).numbers_of_all([int(is_last)])]
@@ -805,7 +812,7 @@ class Committer:
         root, commit = was_last.index(True), session.commit_id()
         if is_last:
             self.seal(commit)
-        if session.rank == root:
+        if view.rank == root:
             self._send(channel_between(session, root, lacking))
         elif not is_last:
             self._receive(channel_between(session, root, lacking), commit, keeps_random_state=True)

@@ -58,7 +58,7 @@ class _Resume:
     def __init__(self, committer: Committer, source: DurableSource) -> None:
         self._committer, self._source = committer, source
         self._session: Session = committer.session
-        self._channel = channel_of_all(self._session, self._session.root) if self._session.size > 1 else None
+        self._channel = channel_of_all(self._session, self._session.view.root) if self._session.view.size > 1 else None
         self._started = time.monotonic()
 
     def _check(self) -> None:
@@ -67,7 +67,7 @@ class _Resume:
 
     def run(self) -> None:
         self._committer.settle()
-        if self._session.rank != self._session.root:
+        if self._session.view.rank != self._session.view.root:
             self._follow()
             return
         found = self._find()
@@ -152,7 +152,7 @@ class _Resume:
         session, reason = self._session, ""
         try:
             with self._errors_of_storage():
-                parts.verify(session.rank, session.size)
+                parts.verify(session.view.rank, session.view.size)
         except DamagedCopyError as error:
             reason = str(error)
         if self._channel is None:

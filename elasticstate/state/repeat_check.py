@@ -98,7 +98,7 @@ class RepeatCheck:
     def __enter__(self) -> None:
         session, last = self._committer.session, self._last
         self._epoch = []
-        commit, self._resumed = session.line or self._restored, None
+        commit, self._resumed = session.view.line or self._restored, None
         if last is not None:
             is_known = commit is not None and commit.generation == last.generation
             if not is_known:
@@ -128,7 +128,7 @@ class RepeatCheck:
                 with contextlib.suppress(Exception):  # of the script's objects
                     frames[frame.f_code] = _Place(traceback.tb_lineno, _numbers(frame))
             traceback = traceback.tb_next
-        self._last = _Call(frames, session.generation, session.ticks, session.rank, session.size)
+        self._last = _Call(frames, session.generation, session.ticks, session.view.rank, session.view.size)
         self._restored = None
 
     def _after_a_tick(self) -> None:
@@ -148,7 +148,7 @@ class RepeatCheck:
         """Return a warning, or an empty text."""
         session, nest = self._committer.session, list(_nest(self._frames()))
         text = self._stale_place()
-        if text or session.rank != session.root:  # the root has the state in any case
+        if text or session.view.rank != session.view.root:  # the root has the state in any case
             return text
         if self._wait == 0:
             text = self._counter(nest) or self._fallen_number()
@@ -307,8 +307,8 @@ class RepeatCheck:
             return ""
         old_rank, old_size = (last.rank, last.size) if last is not None else (0, 1)  # os.environ.get("RANK", 0)
         for names, old, new, call in (
-            (_RANKS, old_rank, session.rank, "rank"),
-            (_SIZES, old_size, session.size, "size"),
+            (_RANKS, old_rank, session.view.rank, "rank"),
+            (_SIZES, old_size, session.view.size, "size"),
         ):
             for name, value in frames[0].f_globals.items():
                 if old != new and name.lower() in names and type(value) is int and value == old:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate.core.ids import CommitId
-from elasticstate.core.types import ShardSource, World, listed
+from elasticstate.core.types import World, listed
 from elasticstate.errors import UsageError
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.layout import number_of
@@ -60,59 +60,6 @@ class Session:
     def ticks(self) -> int:
         """Ticks completed in this generation."""
         return self._ticks
-
-    @property
-    def rank(self) -> int:
-        return self.view.rank
-
-    @property
-    def size(self) -> int:
-        return self.view.size
-
-    @property
-    def root(self) -> int:
-        """Rank that sends its state to the ranks that lack it."""
-        return self.view.root
-
-    @property
-    def lacking(self) -> tuple[int, ...]:
-        """Ranks that need the root's state."""
-        return self.view.lacking
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        """Those of ``lacking`` that read a commit from the memory of their host. See state/peer.py."""
-        return self.view.near
-
-    @property
-    def root_slot(self) -> int:
-        """Slot of the root on its host."""
-        return self.view.root_slot
-
-    @property
-    def one_copy(self) -> bool:
-        """True if one worker of each host keeps commits, from which the others there restore."""
-        return bool(self.view.keepers)
-
-    @property
-    def follows(self) -> int | None:
-        """Slot of the worker of this host whose commits this worker restores; None: it keeps commits of its own."""
-        return self.view.follows
-
-    @property
-    def line(self) -> CommitId | None:
-        """The commit from which this world starts. None: no values are attached, or nothing is committed yet."""
-        return self.view.line
-
-    @property
-    def sources(self) -> tuple[ShardSource, ...]:
-        """Copies of ``line`` in the order in which to try them."""
-        return self.view.sources
-
-    @property
-    def verify_sync(self) -> bool:
-        """True if each sync ends with a check."""
-        return self.view.options.verify_sync
 
     @property
     def records_ticks(self) -> bool:
@@ -168,12 +115,12 @@ class Session:
         """Return a group of all ranks for the restores of the training function; None outside of it, where each rank
         restores by itself."""
         if self._restore_group is None and self.has_peers:
-            self._restore_group = self.subgroup(tuple(range(self.size)))
+            self._restore_group = self.subgroup(tuple(range(self.view.size)))
         return self._restore_group
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return a group of exactly these ranks; None is the default group, of all ranks. Only these ranks call it."""
-        return None if len(ranks) == self.size else self.subgroup(tuple(sorted(ranks)))
+        return None if len(ranks) == self.view.size else self.subgroup(tuple(sorted(ranks)))
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return a new group of these ranks, ascending, that nobody else uses."""
@@ -281,7 +228,7 @@ class Channel:
 
 def channel_of_all(session: Session, root: int = 0) -> Channel:
     """Return a channel between all ranks of the world."""
-    return Channel(session.process_group_for(tuple(range(session.size))), root)
+    return Channel(session.process_group_for(tuple(range(session.view.size))), root)
 
 
 def channel_between(session: Session, root: int, lacking: Sequence[int]) -> Channel:

@@ -646,7 +646,7 @@ class WorkerLoop:
         the commit of no rank if a collective has failed meanwhile, or if the script has caught the interrupt and gone
         on. A follower saves nothing, and reports READY without a commit. If it holds an older one, it restores that.
         """
-        if self._session.follows is not None:
+        if self._session.view.follows is not None:
             self._committer.settle()
             return self._committer.commits[0] is None
         self._committer.settle()
@@ -672,7 +672,7 @@ class WorkerLoop:
         The commit is sealed on all ranks, and newcomers begin with it. Call it when nothing of the script is left. That
         takes as long as to read the state, and is done after READY, while other members still leave the last world.
         """
-        if self._committer.begun != self._last_tick or self._session.follows is not None:
+        if self._committer.begun != self._last_tick or self._session.view.follows is not None:
             return  # saved afterwards
         if changed := self._committer.changed_since_commit():
             logger.warning(

@@ -139,7 +139,7 @@ class LastWorldSession(Session):
     """
 
     def __init__(self, of: WorkerSession, number: int) -> None:
-        view = present_world.fixed(of.view.placement, of.size, of.view.store)
+        view = present_world.fixed(of.view.placement, of.view.size, of.view.store)
         super().__init__(msgspec.structs.replace(view, generation=of.generation + number), of.worker_key)
         self._of = of
 

@@ -21,6 +21,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,19 +40,22 @@ TIMEOUT_S = 600.0
 class Session:
     """Session of rank 0 (root) or rank 1 (newcomer). Each sync has a generation of its own."""
 
-    size = 2
-    root = 0
-    lacking = (1,)
-    verify_sync = False
     records_ticks = False
     has_peers = False
-    one_copy = False
-    follows = None
-    line = None
     ticks = 0
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.view = SimpleNamespace(
+            rank=rank,
+            size=2,
+            root=0,
+            lacking=(1,),
+            near=(),
+            keepers=(),
+            follows=None,
+            line=None,
+            options=SimpleNamespace(verify_sync=False),
+        )
         self.worker_key = f"worker {rank}"
         self.generation = 1
         self.size_bytes = 0
@@ -104,7 +108,7 @@ def state_of(rank: int, tensors: int, size_bytes: int) -> TorchState:
 
 
 def timed_sync(state: TorchState, session: Session) -> float:
-    if session.rank == 1:
+    if session.view.rank == 1:
         for parameter in state.module:
             parameter.data.fill_(-1)
     session.generation += 1

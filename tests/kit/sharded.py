@@ -119,7 +119,7 @@ class GroupMember(Member):
     """Member of a world whose groups are torch's own."""
 
     def process_group_for(self, ranks: tuple[int, ...]) -> Any:
-        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < self.size else None
+        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < self.world.size else None
 
 
 def keepers(value: object) -> list[str]:
@@ -242,9 +242,9 @@ def _run(write: int, store: Path, member: GroupMember, folder: Path, train: Trai
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(store), member.size),
+            store=dist.FileStore(str(store), member.world.size),
             rank=member.rank,
-            world_size=member.size,
+            world_size=member.world.size,
             timeout=timedelta(seconds=60),
         )
         answer: tuple[bool, Any] = True, train(member, storage_of(folder, member.rank))

@@ -86,9 +86,9 @@ def train(state):
     state.attach(model=model, init=lambda: None)
     session = committer_of(state).session
     servers = dict(session.view.copy_servers)
-    sources = [(s.digest, s.copy.host, s.copy.slot, s.copy.commit, servers[s.copy.host]) for s in session.sources]
+    sources = [(s.digest, s.copy.host, s.copy.slot, s.copy.commit, servers[s.copy.host]) for s in session.view.sources]
     line = {"what": "attached", "time": time.time(), "generation": elastic.generation(), "rank": elastic.rank(),
-            "size": elastic.size(), "pid": os.getpid(), "line": session.line, "sources": sources}
+            "size": elastic.size(), "pid": os.getpid(), "line": session.view.line, "sources": sources}
     with open(os.path.join(logs, f"{os.getpid()}.jsonl"), "a") as file:
         print(json.dumps(line), file=file)
     while True:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,36 +143,22 @@ class Member:
         return self.world.generation
 
     @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
-    def root(self) -> int:
-        return self.world.root
-
-    @property
-    def lacking(self) -> tuple[int, ...]:
-        return self.world.lacking
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        return self.world.near
-
-    @property
-    def root_slot(self) -> int:
-        return self.world.root_slot
-
-    @property
-    def one_copy(self) -> bool:
-        return self.world.one_copy
-
-    @property
-    def line(self) -> CommitId | None:
-        return self.world.line
-
-    @property
-    def sources(self) -> tuple[ShardSource, ...]:
-        return self.world.sources
+    def view(self) -> Any:
+        """The world as this member has received it."""
+        return SimpleNamespace(
+            generation=self.generation,
+            rank=self.rank,
+            size=self.world.size,
+            root=self.world.root,
+            root_slot=self.world.root_slot,
+            lacking=self.world.lacking,
+            near=self.world.near,
+            keepers=(0,) if self.world.one_copy else (),
+            follows=self.follows,
+            line=self.world.line,
+            sources=self.world.sources,
+            options=SimpleNamespace(verify_sync=self.verify_sync),
+        )
 
     def copy_reader(self) -> CopyReader:
         assert self.world.reader is not None

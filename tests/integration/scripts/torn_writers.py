@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import numpy as np
 import torch
 
-from elasticstate import TorchState
+from elasticstate import TorchState, present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.ids import CommitId
 from elasticstate.state.base import committer_of
@@ -70,16 +71,10 @@ class Session:
     """A world of one, in generation 1."""
 
     generation = 1
-    rank = root = 0
-    size = 1
-    lacking = ()
+    view = msgspec.structs.replace(present_world.alone(), generation=1)
     worker_key = "alone"
-    verify_sync = False
     records_ticks = False
     has_peers = False
-    one_copy = False
-    follows = None
-    line = None
 
     def __init__(self, ticks: int) -> None:
         self.ticks = ticks

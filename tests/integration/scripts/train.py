@@ -132,7 +132,7 @@ def done() -> bool:
 def train(state: elastic.TorchState) -> int:
     g, rank = elastic.generation(), elastic.rank()
     here = {"size": elastic.size(), "backend": dist.get_backend()}
-    follows = committer_of(state).session.follows
+    follows = committer_of(state).session.view.follows
     note("enter", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer), follows=follows, **here)
     faults.at("new_group", rank=rank, step=state.step)
     if faults.have("new_group"):

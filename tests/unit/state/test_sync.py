@@ -212,7 +212,7 @@ def test_with_callbacks_everybody_seals_what_they_made(world: Any, member: Any, 
         state.commit()
     states.append(ObjectState(n=99, size=0))
     for state in states:
-        state.register_reset_callbacks([lambda s=state: setattr(s, "size", committer_of(s).session.size)])
+        state.register_reset_callbacks([lambda s=state: setattr(s, "size", committer_of(s).session.view.size)])
     joined(states, world(3, generation=2, lacking=(2,)), member)
     for state in states[:2]:  # in a worker's first world, callbacks do not run
         state.on_reset()
@@ -229,7 +229,7 @@ def test_with_callbacks_and_nobody_lacking_all_seal_without_a_collective(world: 
     for state in states:
         committer_of(state).use_session(member(world(3)))
         state.commit()
-        state.register_reset_callbacks([lambda s=state: setattr(s, "size", committer_of(s).session.size)])
+        state.register_reset_callbacks([lambda s=state: setattr(s, "size", committer_of(s).session.view.size)])
     members = joined(states, world(2, generation=2), member)
     for state in states:
         state.on_reset()
