@@ -5,9 +5,10 @@ Calls are matched by their order, which is the same on all ranks; asynchronous c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from elasticstate.horovod.calls import Call, CallKind, CallUsageError
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.world import ProcessSet, members_of
+
+T = TypeVar("T")
 
 
 class Op(Enum):
@@ -146,10 +149,10 @@ def allreduce(
                 f"op={op.value}: no gradient flows through this operation. Call detach() on the tensor, or use Average "
                 "or Sum."
             )
-        reduced: torch.Tensor = cast(Any, _Differentiable).apply(
-            tensor, name, op, prescale_factor, postscale_factor, compression, process_set
-        )
-        return reduced
+        arguments = op, prescale_factor, postscale_factor, compression, process_set
+        # Each rank's tensor is in each rank's output, so its gradient is reduced like the tensor.
+        run = functools.partial(_start, tensor, name, False, True, *arguments)
+        return differentiable(tensor, run, lambda gradient: _start(gradient, None, False, True, *arguments).wait())
     return _start(tensor, name, False, True, op, prescale_factor, postscale_factor, compression, process_set).wait()
 
 
@@ -277,16 +280,26 @@ def _start_group(
     return together(handles, generation)
 
 
+def differentiable(
+    tensor: torch.Tensor, run: Callable[[], Handle[T]], backward: Callable[[torch.Tensor], torch.Tensor]
+) -> T:
+    """Run a collective on ``tensor``, and return its output. ``backward`` returns the gradient for that of the output.
+
+    ``backward`` must not keep ``tensor``, whose memory the script may need.
+    """
+    output: T = cast(Any, _Differentiable).apply(tensor, run, backward)
+    return output
+
+
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *arguments: Any) -> torch.Tensor:
-        ctx.arguments = arguments
-        return _start(tensor, name, False, True, *arguments).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, run: Any, backward: Any) -> Any:
+        ctx.of_output = backward
+        return run().wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Reduce the gradient like the tensor, because each rank's tensor is in each rank's output."""
-        return _start(gradients[0], None, False, True, *ctx.arguments).wait(), None, None, None, None, None, None
+        return ctx.of_output(gradients[0]), None, None
 
 
 def _start(
@@ -304,7 +317,9 @@ def _start(
     members = members_of(process_set)
     with torch.no_grad():
         compressed, context = compression.compress(tensor.detach())
-    call = _call(compressed, name, op, prescale, postscale)
+    line, wrong = reduction("allreduce", compressed, name, op, prescale, postscale, calls.refusal(compressed))
+    numbers = () if wrong else (OPS.index(op), compressed.numel(), DTYPES.index(compressed.dtype))
+    call = Call(CallKind.ALLREDUCE, (line,), numbers, wrong, name, is_unique=True)
 
     def launch() -> Handle[torch.Tensor]:
         span = timeline.exchange(call, compressed)
@@ -330,12 +345,12 @@ def _start(
     return negotiation.start(call, members, launch, waits)
 
 
-def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float) -> Call:
+def reduction(
+    function: str, sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float, wrong: str
+) -> tuple[str, str]:
+    """Return the line of the call, and the reason why it cannot be made; "" if it can. ``wrong``: a reason that counts
+    more than the dtype."""
     factors = {"prescale_factor": prescale, "postscale_factor": postscale}
     unusual = {key: factor for key, factor in factors.items() if factor != 1.0}
-    lines = (f"{calls.signature('allreduce', name, op=op.value, **unusual)} of {calls.form(sent)}",)
-    wrong = calls.refusal(sent) or refusal(sent.dtype, op)
-    if wrong:
-        return Call(CallKind.ALLREDUCE, lines, wrong=wrong, name=name, is_unique=True)
-    numbers = OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)
-    return Call(CallKind.ALLREDUCE, lines, numbers, name=name, is_unique=True)
+    line = f"{calls.signature(function, name, op=op.value, **unusual)} of {calls.form(sent)}"
+    return line, wrong or refusal(sent.dtype, op)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -14,9 +15,10 @@ from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.allreduce import (
     Op,
     allreduce,
+    differentiable,
     raw,
     reducible,
-    refusal,
+    reduction,
     scale,
     torch_operation,
 )
@@ -34,16 +36,22 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Raises UsageError, on all ranks, if the tensors differ in more than their first dimension, or have no dimension.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
-        gathered: torch.Tensor = cast(Any, _Gather).apply(tensor, name, process_set)
-        return gathered
-    return _start_allgather(tensor, name, members_of(process_set), waits=True)[0].wait()
+        members, shape, sizes = members_of(process_set), tensor.shape, list[int]()
+
+        def backward(gradient: torch.Tensor) -> torch.Tensor:
+            whole, begin = allreduce(gradient, op=Op.AVERAGE, process_set=process_set), sum(sizes[: members.index])
+            return whole[begin : begin + shape[0]]
+
+        run = functools.partial(_start_allgather, tensor, name, members, True, sizes=sizes)
+        return differentiable(tensor, run, backward)
+    return _start_allgather(tensor, name, members_of(process_set), waits=True).wait()
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[torch.Tensor]:
     """Start ``allgather``. One small collective exchanges the sizes before it returns."""
-    return _start_allgather(tensor, name, members_of(process_set), waits=False)[0]
+    return _start_allgather(tensor, name, members_of(process_set), waits=False)
 
 
 def grouped_allgather(
@@ -64,26 +72,31 @@ def grouped_allgather_async(
 
 def start_part(tensor: torch.Tensor, label: str, name: str | None, members: Members) -> Handle[torch.Tensor]:
     """Start the gather of one part of a tensor. ``name``: that of the tensor; None: ``label`` need not be unique."""
-    return _start_allgather(tensor, label, members, waits=False, is_unique=name is not None)[0]
+    return _start_allgather(tensor, label, members, waits=False, is_unique=name is not None)
 
 
 def _start_group(
     tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet | None, waits: bool
 ) -> Handle[list[torch.Tensor]]:
     members = members_of(process_set)
-    handles = [_start_allgather(tensor, part, members, waits)[0] for tensor, part in calls.named(tensors, name)]
+    handles = [_start_allgather(tensor, part, members, waits) for tensor, part in calls.named(tensors, name)]
     return together(handles, members.generation)
 
 
 def _start_allgather(
-    tensor: torch.Tensor, name: str | None, members: Members, waits: bool, is_unique: bool = True
-) -> tuple[Handle[torch.Tensor], list[int]]:
-    """Start the gather. Also return a list, which has the first dimension of each member's tensor after the start."""
+    tensor: torch.Tensor,
+    name: str | None,
+    members: Members,
+    waits: bool,
+    is_unique: bool = True,
+    sizes: list[int] | None = None,
+) -> Handle[torch.Tensor]:
+    """Start the gather. ``sizes`` gets the first dimension of each member's tensor."""
     lines = (f"{calls.signature('allgather', name)} of {calls.form(tensor, any_length=True)}",)
     wrong = calls.refusal(tensor, needs_dimension=True)
     call = Call(CallKind.OTHER, lines, wrong=wrong, name=name, is_unique=is_unique)
-    sizes: list[int] = []
-    return negotiation.start(call, members, lambda: _launch(tensor, call, members, sizes), waits), sizes
+    into = [] if sizes is None else sizes
+    return negotiation.start(call, members, lambda: _launch(tensor, call, members, into), waits)
 
 
 def _launch(tensor: torch.Tensor, call: Call, members: Members, sizes: list[int]) -> Handle[torch.Tensor]:
@@ -122,20 +135,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return [cloudpickle.loads(message) for message in received]
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet | None) -> torch.Tensor:
-        members = members_of(process_set)
-        handle, sizes = _start_allgather(tensor, name, members, waits=True)
-        ctx.begin, ctx.count, ctx.process_set = sum(sizes[: members.index]), len(tensor), process_set
-        return handle.wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        whole = allreduce(gradients[0], op=Op.AVERAGE, process_set=ctx.process_set)
-        return whole[ctx.begin : ctx.begin + ctx.count], None, None
-
-
 # ------------------------------------------------------------------------------------------------------------- alltoall
 # Alltoall: each rank sends a share of its tensor to each rank. Barrier: all wait for all.
 
@@ -159,7 +158,15 @@ def alltoall(
 
     Raises UsageError, on all ranks, if the splits do not fit, or tensors differ in more than their first dimension.
     """
-    output, received = cast(Received, cast(Any, _Alltoall).apply(tensor, splits, name, process_set))
+    shape, lengths = tensor.shape, list[int]()  # received from each rank
+
+    def backward(gradient: torch.Tensor) -> torch.Tensor:
+        output, _ = alltoall(gradient, lengths, process_set=process_set)
+        not_sent = output.new_zeros(shape[0] - len(output), *output.shape[1:])
+        return torch.cat([output, not_sent])
+
+    run = functools.partial(_start_alltoall, tensor, splits, name, members_of(process_set), True, lengths)
+    output, received = differentiable(tensor, run, backward)
     return output if splits is None else (output, received)
 
 
@@ -170,13 +177,13 @@ def alltoall_async(
 
     One small collective exchanges the splits before it returns. No gradient flows through it.
     """
-    return _start_alltoall(tensor, splits, name, members_of(process_set), waits=False)[0]
+    return _start_alltoall(tensor, splits, name, members_of(process_set), False, [])
 
 
 def _start_alltoall(
-    tensor: torch.Tensor, splits: Splits, name: str | None, members: Members, waits: bool
-) -> tuple[Handle[Received], list[int]]:
-    """Start the exchange. Also return a list, which has the length received from each member after the start."""
+    tensor: torch.Tensor, splits: Splits, name: str | None, members: Members, waits: bool, lengths: list[int]
+) -> Handle[Received]:
+    """Start the exchange. ``lengths`` gets the length received from each member."""
     wrong, given = calls.refusal(tensor, needs_dimension=True), [0] * members.size
     if not wrong:
         try:
@@ -185,7 +192,6 @@ def _start_alltoall(
             wrong = str(error)
     lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
     call = Call(CallKind.OTHER, lines, wrong=wrong, name=name, is_unique=True)
-    lengths: list[int] = []
 
     def launch() -> Handle[Received]:
         span = timeline.exchange(call, tensor)
@@ -196,7 +202,7 @@ def _start_alltoall(
         template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
         return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation, span)
 
-    return negotiation.start(call, members, launch, waits), lengths
+    return negotiation.start(call, members, launch, waits)
 
 
 def _lengths(splits: Splits, rows: int, ranks: int) -> list[int]:
@@ -216,24 +222,6 @@ def _lengths(splits: Splits, rows: int, ranks: int) -> list[int]:
     if len(given) != ranks or min(given) < 0 or sum(given) > rows:
         raise ValueError(f"splits={given} must be {ranks} numbers that add up to the first dimension, {rows}, or less")
     return given
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet | None
-    ) -> Received:
-        handle, ctx.lengths = _start_alltoall(tensor, splits, name, members_of(process_set), waits=True)
-        ctx.process_set, ctx.rows = process_set, len(tensor)
-        output, received = handle.wait()
-        ctx.mark_non_differentiable(received)
-        return output, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        output, _ = alltoall(gradients[0], ctx.lengths, process_set=ctx.process_set)
-        not_sent = output.new_zeros(ctx.rows - len(output), *output.shape[1:])
-        return torch.cat([output, not_sent]), None, None, None
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -256,8 +244,13 @@ def broadcast(
     Raises UsageError, on all ranks, if there is no such rank, or roots, dtypes or shapes differ.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
-        received: torch.Tensor = cast(Any, _Broadcast).apply(tensor, root_rank, name, process_set)
-        return received
+
+        def backward(gradient: torch.Tensor) -> torch.Tensor:
+            members, whole = members_of(process_set), allreduce(gradient, op=Op.AVERAGE, process_set=process_set)
+            return whole if members.ranks[members.index] == root_rank else torch.zeros_like(whole)
+
+        run = functools.partial(_start_broadcast, tensor, False, root_rank, name, process_set, True)
+        return differentiable(tensor, run, backward)
     return _start_broadcast(tensor, False, root_rank, name, process_set, waits=True).wait()
 
 
@@ -350,22 +343,6 @@ def refusal_of_root(root_rank: int, members: Members) -> str:
     return f"root_rank must be a rank of the process set, one of {list(members.ranks)}"
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
-    ) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        return _start_broadcast(tensor, False, root_rank, name, process_set, waits=True).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradient = allreduce(gradients[0], op=Op.AVERAGE, process_set=ctx.process_set)
-        members = members_of(ctx.process_set)
-        is_root = members.ranks[members.index] == ctx.root_rank
-        return (gradient if is_root else torch.zeros_like(gradient)), None, None, None
-
-
 # -------------------------------------------------------------------------------------------------------- reducescatter
 # Reducescatter: reduce the tensors of all ranks to one, and give each rank a share of it.
 
@@ -395,8 +372,17 @@ def reducescatter(
     """
     arguments = compression, op, process_set, prescale_factor, postscale_factor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        reduced: torch.Tensor = cast(Any, _Differentiable).apply(tensor, name, *arguments)
-        return reduced
+
+        @torch.no_grad()
+        def backward(gradient: torch.Tensor) -> torch.Tensor:
+            """Gather the gradients of all shares, because each share depends on all ranks' tensors."""
+            whole = allgather(gradient, process_set=process_set)
+            factor = prescale_factor * postscale_factor
+            scale(whole, factor * (members_of(process_set).size if op is Op.SUM else 1))
+            return whole
+
+        run = functools.partial(_start_reducescatter, tensor, name, True, *arguments)
+        return differentiable(tensor, run, backward)
     return _start_reducescatter(tensor, name, True, *arguments).wait()
 
 
@@ -461,7 +447,11 @@ def _start_reducescatter(
     members = members_of(process_set)
     with torch.no_grad():
         sent, context = compression.compress(tensor.detach())
-    call = _call(sent, name, op, prescale, postscale)
+    wrong = calls.refusal(sent, needs_dimension=True)
+    if op not in (Op.AVERAGE, Op.SUM):
+        wrong = f"op={op.value}: must be Average or Sum"
+    line, wrong = reduction("reducescatter", sent, name, op, prescale, postscale, wrong)
+    call = Call(CallKind.OTHER, (line,), wrong=wrong, name=name, is_unique=True)
 
     def launch() -> Handle[torch.Tensor]:
         span = timeline.exchange(call, sent)
@@ -491,32 +481,6 @@ def _start_reducescatter(
 def shares(rows: int, ranks: int) -> list[int]:
     """Return the length of each rank's share of the first dimension."""
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-
-
-def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float) -> Call:
-    factors = {"prescale_factor": prescale, "postscale_factor": postscale}
-    unusual = {key: factor for key, factor in factors.items() if factor != 1.0}
-    line = f"{calls.signature('reducescatter', name, op=op.value, **unusual)} of {calls.form(sent)}"
-    wrong = calls.refusal(sent, needs_dimension=True) or refusal(sent.dtype, op)
-    if op not in (Op.AVERAGE, Op.SUM):
-        wrong = f"op={op.value}: must be Average or Sum"
-    return Call(CallKind.OTHER, (line,), wrong=wrong, name=name, is_unique=True)
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *arguments: Any) -> torch.Tensor:
-        _, ctx.op, ctx.process_set, prescale, postscale = arguments
-        ctx.factor = prescale * postscale
-        return _start_reducescatter(tensor, name, True, *arguments).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Gather the gradients of all shares, because each share depends on all ranks' tensors."""
-        with torch.no_grad():
-            whole = allgather(gradients[0], process_set=ctx.process_set)
-            scale(whole, ctx.factor * (members_of(ctx.process_set).size if ctx.op is Op.SUM else 1))
-        return whole, None, None, None, None, None, None
 
 
 # --------------------------------------------------------------------------------------------------------------- sparse
