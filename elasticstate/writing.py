@@ -112,8 +112,6 @@ class Writer:
             self._is_closed = True
             self._changed.notify()
 
-    # ------------------------------------------------------------------------------------------------------ waiting
-
     async def _until(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -130,8 +128,6 @@ class Writer:
         for loop, woken in waiters:
             with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_set, woken)
-
-    # --------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         while data := self._next():

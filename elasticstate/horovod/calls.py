@@ -111,9 +111,6 @@ def refusal(tensor: torch.Tensor, *, needs_dimension: bool = False) -> str:
     return ""
 
 
-# -------------------------------------------------------------------------------------------------------------- members
-
-
 @dataclass(frozen=True, eq=False)
 class Members:
     """The ranks that make a call together, in one world.

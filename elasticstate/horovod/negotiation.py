@@ -90,9 +90,6 @@ def decide(offers: Sequence[Offer]) -> Decision:
     return Decision(some_yield=any(offer.yields for offer in offers))
 
 
-# -------------------------------------------------------------------------------------------------------------- headers
-
-
 _NEEDS_ALL = (
     "the call needs all ranks, but some are in join(). Make only calls of allreduce and barrier, and steps of "
     "optimizers, until all ranks have called join()."
@@ -311,9 +308,6 @@ def _send_header(call: Call | None, members: Members, has_offers: bool) -> CallH
     return CallHeader(trains, joined, wrong, offers, of_ticks, kind, numbers_of_call, highest, highest != -lowest)
 
 
-# ---------------------------------------------------------------------------------------------------------- differences
-
-
 def _explain(call: Call | None, members: Members) -> str:
     """Return the first line that differs between the members, with its text on each rank. All members call it."""
     channel = Channel(members.group, 0)
@@ -354,9 +348,6 @@ def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-# -------------------------------------------------------------------------------------------------------------- handles
 
 
 T = TypeVar("T")

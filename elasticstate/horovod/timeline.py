@@ -106,9 +106,6 @@ def _whole_events(content: bytes) -> bytes:
     return content
 
 
-# ------------------------------------------------------------------------------------------------------------- timeline
-
-
 _clock_offset_ns = time.time_ns() - time.monotonic_ns()  # processes of several hosts write one file
 
 

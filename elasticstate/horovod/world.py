@@ -367,9 +367,6 @@ def members_of(process_set: ProcessSet | None) -> Members:
     return members
 
 
-# ---------------------------------------------------------------------------------------------------------------- world
-
-
 logger = logging.getLogger("elasticstate.horovod")
 
 _initialized = False
@@ -554,9 +551,6 @@ def _export() -> None:
         "CROSS_SIZE": elasticstate.cross_size(),
     }
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items()})
-
-
-# ------------------------------------------------------------------------------------------------------------- timeline
 
 
 _exit_in: int | None = None  # the process that closes its timeline when it ends: a forked child must not

@@ -236,8 +236,6 @@ class HostReplicas:
         if self._socket is not None:
             wire.cut(self._socket)
 
-    # --------------------------------------------------------------------------------------------------- the thread
-
     def _run(self) -> None:
         while True:
             with self._changed:

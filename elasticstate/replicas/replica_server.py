@@ -78,8 +78,6 @@ class ReplicaServer:
         for fd in (self._wake, self._woken):
             os.close(fd)
 
-    # ------------------------------------------------------------------------------------------------ the one thread
-
     def _run(self) -> None:
         while not self._is_closed:
             nearest = min((stranger.deadline for stranger in self._strangers.values()), default=None)

@@ -204,8 +204,6 @@ class IncomingReplica:
         if self.is_abandoned:
             raise CopyError(f"{self.sealed} is not wanted any more")
 
-    # ------------------------------------------------------------------------------------------------- for the owner
-
     @property
     def missing_bytes(self) -> int:
         """Number of bytes that are not there."""
@@ -688,8 +686,6 @@ class ReplicaStore:
     def _remove(self, file: StoreFile) -> None:
         self._unlink(file.name)
         file.close()
-
-    # ------------------------------------------------------------------------------------------------------- small
 
     def _check_wanted(self, sealed: Sealed) -> None:
         if self._is_closed:

@@ -143,9 +143,6 @@ _encoder = msgspec.msgpack.Encoder()
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-# -------------------------------------------------------------------------------------------------- authentication
-
-
 def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
@@ -161,9 +158,6 @@ def check_answer(key: bytes, server_nonce: bytes, answer: bytes) -> bytes:
     if not answer.startswith(MAGIC) or not hmac.compare_digest(proved, proof(key, b"client", server_nonce, nonce)):
         raise CopyError("the peer does not belong to this job")
     return nonce
-
-
-# ------------------------------------------------------------------------------------------------------ connections
 
 
 def set_up(connection: socket.socket, timeout_s: float) -> None:

@@ -454,8 +454,6 @@ class State(Joinable):
     def join_process_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD
 
-    # ---------------------------------------------------------------------------------------------------------- helpers
-
     @classmethod
     def _is_taken(cls, name: str) -> bool:
         """Return True if no value may have this name, because it is an attribute of the class."""

@@ -128,9 +128,6 @@ def _groups(by_rank: dict[int, str], named: bool = True) -> str:
     return (", " if named else " | ").join(texts)
 
 
-# ------------------------------------------------------------------------------------------------------- fingerprints
-
-
 def _fingerprints(snapshot: Comparable) -> dict[str, str]:
     """Return a text for each tensor and object of the newest commit. Equal values have equal texts."""
     tensors, objects = snapshot.details()

@@ -66,25 +66,23 @@ _KNOWN: dict[torch.dtype, tuple[str, tuple[int, ...]]] = {
     torch.complex128: ("F64", (2,)),
 }
 _TORCH_OF = {name: dtype for dtype, (name, more) in _KNOWN.items() if not more}
-_NUMPY_AS = {
-    np.dtype(dtype).newbyteorder("<").str: stored
-    for dtype, stored in {
-        "bool": _KNOWN[torch.bool],
-        "u1": _KNOWN[torch.uint8],
-        "u2": _KNOWN[torch.uint16],
-        "u4": _KNOWN[torch.uint32],
-        "u8": _KNOWN[torch.uint64],
-        "i1": _KNOWN[torch.int8],
-        "i2": _KNOWN[torch.int16],
-        "i4": _KNOWN[torch.int32],
-        "i8": _KNOWN[torch.int64],
-        "f2": _KNOWN[torch.float16],
-        "f4": _KNOWN[torch.float32],
-        "f8": _KNOWN[torch.float64],
-        "c8": _KNOWN[torch.complex64],
-        "c16": _KNOWN[torch.complex128],
-    }.items()
-}
+_OF_NUMPY = [
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+_NUMPY_AS = {np.dtype(name).newbyteorder("<").str: _KNOWN[getattr(torch, name)] for name in _OF_NUMPY}
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
@@ -121,9 +119,6 @@ class Frame:
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-# -------------------------------------------------------------------------------------------------------- the entries
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
@@ -231,9 +226,6 @@ def _stored_as(entry: Entry) -> tuple[str, tuple[int, ...], bool]:
         return "U8", (entry.size_bytes,), False
     name, more = known
     return name, entry.shape + more, dtype is not None and not more
-
-
-# ----------------------------------------------------------------------------------------------------- reading a header
 
 
 def number_of(value: object) -> int:

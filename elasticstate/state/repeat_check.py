@@ -320,9 +320,6 @@ class RepeatCheck:
         return ""
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
-
-
 def _numbers(frame: FrameType) -> dict[str, int]:
     """Return the integers among the local variables, those one attribute away, and the lengths of data sets."""
     found: dict[str, int] = {}
@@ -390,9 +387,6 @@ def _numbers_in(state: State) -> dict[str, int] | None:
         elif not isinstance(value, type) and depth < _DEPTH:
             pending += [(f"{name}.{key}", item, depth + 1) for key, item in getattr(value, "__dict__", {}).items()]
     return found
-
-
-# ------------------------------------------------------------------------------------------------------------- source
 
 
 def _nest(frames: list[FrameType]) -> Iterator[_Loop]:

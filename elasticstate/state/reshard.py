@@ -797,8 +797,6 @@ class StoredParts:
         first = rank % len(sources)
         return CommitCopies(self, [*sources[first:], *sources[:first]])
 
-    # ---------------------------------------------------------------------------------------------------- CopyReader
-
     def header(self, copy: CopyOf) -> bytes:
         with _errors_of_copies():
             return self._reader(copy).head

@@ -37,7 +37,8 @@ def copy() -> Copied:
 
 
 def pack(copied: Copied) -> bytes:
-    return _pack(*copied)
+    cuda = None if copied.cuda is None else copied.cuda.numpy()
+    return pickle.dumps((copied.python, copied.numpy, copied.cpu.numpy(), cuda), protocol=5)
 
 
 class _PythonState:
@@ -108,12 +109,8 @@ def derived(root_seed: int, worker_key: str, generation: int) -> bytes:
     digest = hashlib.sha256(f"{root_seed}/{worker_key}/{generation}".encode()).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1  # torch accepts seeds that fit into a signed 64-bit integer
     cuda = torch.Generator("cuda").manual_seed(seed).get_state() if _has_cuda() else None
-    return _pack(
-        random.Random(seed).getstate(),
-        np.random.RandomState(seed % 2**32).get_state(),
-        torch.Generator().manual_seed(seed).get_state(),
-        cuda,
-    )
+    numpy, cpu = np.random.RandomState(seed % 2**32).get_state(), torch.Generator().manual_seed(seed).get_state()
+    return pack(Copied(random.Random(seed).getstate(), numpy, cpu, cuda))
 
 
 def initial_seed(packed: bytes) -> int:
@@ -132,10 +129,6 @@ def apply(packed: bytes) -> None:
     torch.set_rng_state(torch.from_numpy(cpu))
     if cuda is not None:
         torch.cuda.set_rng_state(torch.from_numpy(cuda))
-
-
-def _pack(python: Any, numpy: Any, cpu: torch.Tensor, cuda: torch.Tensor | None) -> bytes:
-    return pickle.dumps((python, numpy, cpu.numpy(), None if cuda is None else cuda.numpy()), protocol=5)
 
 
 def _has_cuda() -> bool:

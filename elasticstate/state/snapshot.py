@@ -1026,8 +1026,6 @@ class Snapshot:
         buffer, begin = self._newer, self._newer.frame.tensors
         return checksums(buffer.memory, [begin + e.offset for e in entries], [e.size_bytes for e in entries])
 
-    # ---------------------------------------------------------------------------------------------------------- helpers
-
     def _find_targets(self, buffer: Buffer, live: Captured) -> Targets:
         buffers = [self._newer.memory, self._older.memory]
         return find_targets(buffer.frame.layout, live, buffers, self._copy_stream_of)

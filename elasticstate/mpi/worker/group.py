@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -345,13 +345,8 @@ class MpiGroup(dist.ProcessGroup):
         if not self._rank_is(root):
             return self._start([self._comm.Igather(_bytes(data), None, root)], None, [], data)
         rows = data.new_empty((self.size(), *data.shape))
-
-        def spread() -> None:
-            for row, output in zip(rows, outputs[0], strict=True):
-                output.copy_(row)
-
         request = self._comm.Igather(_bytes(data), _share(rows, self.size()), root)
-        return self._start([request], spread, outputs[0], data, rows)
+        return self._start([request], _spread(rows, outputs[0]), outputs[0], data, rows)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Operation:
         (tensor,), root = outputs, opts.rootRank
@@ -366,13 +361,8 @@ class MpiGroup(dist.ProcessGroup):
         sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
         got = torch.cat([tensor.reshape(-1) for tensor in outputs])
         sizes = [tensor.numel() for tensor in outputs]
-
-        def spread() -> None:
-            for part, output in zip(torch.split(got, sizes), outputs, strict=True):
-                output.copy_(part.view(output.shape))
-
         request = self._exchange(got, sent, sizes, [tensor.numel() for tensor in inputs], 1)
-        return self._start([request], spread, outputs, sent, got)
+        return self._start([request], _spread(torch.split(got, sizes), outputs), outputs, sent, got)
 
     def alltoall_base(
         self,
@@ -395,8 +385,6 @@ class MpiGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
-    # --------------------------------------------------------------------------------------------------- point to point
-
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int = 0) -> Operation:
         (tensor,) = tensors
         data, _ = _staged(tensor)
@@ -409,8 +397,6 @@ class MpiGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Operation:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
-
-    # ---------------------------------------------------------------------------------------------------------- helpers
 
     def _rank_is(self, rank: int) -> bool:
         return bool(self.rank() == rank)
@@ -440,12 +426,8 @@ class MpiGroup(dist.ProcessGroup):
     ) -> tuple[list[MPI.Request], Finish, torch.Tensor, torch.Tensor]:
         data, _ = _staged(row)
         gathered = data.new_empty((self.size(), *data.shape))
-
-        def spread() -> None:
-            for source, output in zip(gathered, rows, strict=True):
-                output.copy_(source)
-
-        return [self._comm.Iallgather(_bytes(data), _share(gathered, self.size()))], spread, data, gathered
+        request = self._comm.Iallgather(_bytes(data), _share(gathered, self.size()))
+        return [request], _spread(gathered, rows), data, gathered
 
     def _gather_into(
         self, output: torch.Tensor, input: torch.Tensor
@@ -542,6 +524,16 @@ def _staged(tensor: torch.Tensor, for_op: Any = None) -> tuple[torch.Tensor, Fin
     if data.data_ptr() == tensor.data_ptr():
         return data, None
     return data, lambda: _put_back(data, tensor)
+
+
+def _spread(parts: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Finish:
+    """Return the function that copies each part to its output."""
+
+    def spread() -> None:
+        for part, output in zip(parts, outputs, strict=True):
+            output.copy_(part.view(output.shape))
+
+    return spread
 
 
 def _put_back(data: torch.Tensor, tensor: torch.Tensor) -> None:
