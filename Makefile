@@ -38,7 +38,7 @@ test: setup  ## lint and all tests; the last lines name what failed
 	@$(BIN)/python tests/run.py
 
 chaos: setup  ## 10,000 simulated schedules; the long versions of tests; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
-	$(BIN)/python -m pytest -q tests/simulation tests/unit/state/test_tick_programs.py tests/unit/state/test_commit_programs.py --schedules 10000
+	$(BIN)/python -m pytest -q tests/simulation tests/unit/state/test_tick_record_programs.py tests/unit/state/test_snapshot_programs.py --schedules 10000
 	$(BIN)/python -m pytest -q -m long tests
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
 

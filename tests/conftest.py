@@ -52,10 +52,11 @@ os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 # With -n, the files that take longest come first, so that no process is left alone with one of them at the end: those
 # with more than 10 s of processor time.
 LONGEST = (
-    *("zoo", "kubernetes", "sharded", "huggingface", "examples", "template_process", "contexts", "loss", "launch"),
-    *("other_launchers", "hosts", "newcomer_errors", "strangers", "durable_shards", "survival", "plain", "mpi_hosts"),
-    *("sinks", "horovod_examples", "sharded_faults", "chaos", "commands", "lightning", "read_only", "dial_in", "slurm"),
-    *("durable", "check", "driver_restart", "torn_commits", "mpi", "horovod", "check_gpu", "fake_nccl"),
+    *("zoo", "kubernetes", "sharded", "huggingface", "examples", "template_process", "contexts", "trainer_loss"),
+    *("attached_worlds", "launch", "other_launchers", "hosts", "newcomer_errors", "strangers", "durable_shards"),
+    *("survival", "plain", "mpi_hosts", "sinks", "horovod_examples", "sharded_faults", "chaos", "commands"),
+    *("lightning", "read_only", "dial_in", "slurm", "durable", "check", "driver_restart", "torn_commits", "mpi"),
+    *("horovod", "check_gpu", "fake_nccl"),
 )
 
 _failures_file: Path | None = None

@@ -302,7 +302,7 @@ def aborts(found: Found, machine: Machine, folder: Path) -> None:
 
 def cuda(found: Found, machine: Machine, folder: Path) -> None:
     """The tests of commits from a device."""
-    pytest(found, folder, ["tests/unit/state/test_cuda.py"])
+    pytest(found, folder, ["tests/unit/state/test_async_commit_cuda.py"])
 
 
 def lost_devices(found: Found, machine: Machine, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The private names of Lightning exist. tests/unit/lightning/test_resume.py shows that they have their meaning."""
+"""The private names of Lightning exist. unit/lightning/test_trainer_resume.py shows that they have their meaning."""
 
 from __future__ import annotations
 

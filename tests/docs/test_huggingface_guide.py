@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/guides/huggingface.md").read_text(encoding="utf-8"), re.DOTALL)
 EXAMPLES = ("trainer.py", "accelerate_loop.py")
 
