@@ -83,12 +83,18 @@ class Bucket:
         self.reset()
         self._flat = None
 
-    def launch(self, factor: float, compression: type[Compressor], members: Members) -> None:
-        """Start the sum. Parameters without a gradient count as zeros. A bucket without parameters does nothing."""
+    def launch(
+        self, factor: float, compression: type[Compressor], members: Members, has_gradients: bool = True
+    ) -> None:
+        """Start the sum. Parameters without a gradient count as zeros. A bucket without parameters does nothing.
+
+        ``has_gradients``: False on a rank that has joined, whose gradients are old.
+        """
         if not self.parameters:
             return
-        flat = self._buffer()
-        given = [(view, p.grad) for view, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
+        flat, given = self._buffer(), []
+        if has_gradients:
+            given = [(v, p.grad) for v, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
         with torch.no_grad():
             if len(given) < len(self._views):
                 flat.zero_()
@@ -96,17 +102,6 @@ class Bucket:
                 copy_all([view for view, _ in given], [gradient for _, gradient in given])
             scale(flat, factor)
             self._sent, self._context = compression.compress(flat)
-        self._start(members)
-
-    def launch_nothing(self, compression: type[Compressor], members: Members) -> None:
-        """Start the sum with zeros, on a rank that has joined."""
-        if not self.parameters:
-            return
-        self._sent, self._context = compression.compress(self._buffer().zero_())
-        self._start(members)
-
-    def _start(self, members: Members) -> None:
-        assert self._sent is not None
         self._span = timeline.exchange_bucket(self._name, self._sent)
         self._work = dist.all_reduce(self._sent, group=members.lane, async_op=True)
 
@@ -312,7 +307,7 @@ class Reducer:
         members = members_of(self._process_set)
         try:
             for bucket in self._buckets:
-                bucket.launch_nothing(self._compression, members)
+                bucket.launch(1.0, self._compression, members, has_gradients=False)
             for bucket in self._buckets:
                 bucket.wait()
         finally:

@@ -288,24 +288,19 @@ class Copy:
             id(item): item.tensor.detach().clone() if id(item) in spared else item.tensor.detach() for item in items
         }
         self._kept += sources.values()
-        copy_streams = {item.copy_stream: None for item in items}
-        for copy_stream in copy_streams:
+        for copy_stream in _streams(items):
             copy_stream.begin()
         marks: list[tuple[int, Mark]] = []
         try:
             marks += self._copy(now, sources)
-            for mark in {
-                copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in now}
-            }.values():
-                mark.hold_back()
+            for copy_stream in _streams(now):
+                copy_stream.mark().hold_back()
             self._optimizer_owned = [(item.counted, version_of(item.counted)) for item in optimizer_owned]
             marks += self._copy(optimizer_owned, sources)
-            self._optimizer_owned_marks = {
-                copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in optimizer_owned}
-            }
+            self._optimizer_owned_marks = {stream: stream.mark() for stream in _streams(optimizer_owned)}
             marks += self._copy(last, sources)
         except BaseException:
-            self._drain(copy_streams)
+            self._drain(_streams(items))
             raise
         self._ends = sorted(marks, key=lambda pair: pair[0])
 
@@ -356,6 +351,10 @@ class Copy:
         is_written = self._is_written()  # read it first: an optimizer that may write calls release() before it writes
         is_torn = self._is_torn if self._is_released else is_written
         return CopyOutcome.TORN if is_torn else CopyOutcome.SEALED
+
+
+def _streams(items: list[Item]) -> Iterable[CopyStream]:
+    return dict.fromkeys(item.copy_stream for item in items)
 
 
 def _spared(items: list[Item], spare_bytes: int) -> Iterator[Item]:

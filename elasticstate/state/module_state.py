@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elasticstate.compat import modules
-from elasticstate.compat.modules import NORMS, compiles_another
+from elasticstate.compat.modules import NORMS
 from elasticstate.compat.torch_tensors import requires_grad_of
 from elasticstate.errors import StateError
 from elasticstate.state.values import Captured, Load, Values, flatten, is_loaded, load_value, rebuild
@@ -258,17 +258,21 @@ def set_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> None:
         tensor.requires_grad_(requires_grad)
 
 
-def parts_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+def parts_of(
+    module: torch.nn.Module, path: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the module and all modules in it with their paths, named as ``Walk`` does. A module that ``torch.compile``
-    has wrapped has the path of its wrapper."""
+    has wrapped has the path of its wrapper. ``remove_duplicate``: of modules whose class overrides ``named_modules``.
+    """
     usual, _, is_compiled = _class_facts(type(module))  # type: ignore[arg-type]
     if not usual:
-        yield from ((f"{path}{key}".removesuffix("."), part) for key, part in module.named_modules())
+        named = module.named_modules(remove_duplicate=remove_duplicate)
+        yield from ((f"{path}{key}".removesuffix("."), part) for key, part in named)
         return
     yield path.removesuffix("."), module
     for key, child in modules.children_of(module).items():
         if child is not None:
-            yield from parts_of(child, path if is_compiled else f"{path}{key}.")
+            yield from parts_of(child, path if is_compiled else f"{path}{key}.", remove_duplicate)
 
 
 def load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, saved: Mapping[str, str], load: Load) -> None:
@@ -335,20 +339,8 @@ def running_statistics(name: str, module: torch.nn.Module) -> Iterator[str]:
     ``num_batches_tracked`` differs where ranks have different numbers of micro-batches. The statistics of SyncBatchNorm
     cover all ranks, so they are not included.
     """
-    for path, part in _named_modules(f"{name}.buffers", module):
+    for path, part in parts_of(module, remove_duplicate=False):
         if isinstance(part, NORMS) and not isinstance(part, torch.nn.SyncBatchNorm):
             for key in ("running_mean", "running_var", "num_batches_tracked"):
                 if getattr(part, key, None) is not None:
-                    yield f"{path}.{key}"
-
-
-def _named_modules(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield all parts of a module by the names that they have without ``torch.compile`` (see module_state.Walk)."""
-    names: dict[str, str] = {}
-    compiled: set[str] = set()
-    for path, part in module.named_modules(remove_duplicate=False):
-        parent, _, key = path.rpartition(".")
-        names[path] = prefix if not path else names[parent] if parent in compiled else f"{names[parent]}.{key}"
-        if compiles_another(type(part)):
-            compiled.add(path)
-        yield names[path], part
+                    yield f"{name}.buffers.{path}.{key}" if path else f"{name}.buffers.{key}"

@@ -219,56 +219,44 @@ class TorchModes:
     """
 
     def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._autocast = {kind: _autocast(kind) for kind in _device_types()}
-        self._caches_casts = torch.is_autocast_cache_enabled()
         self._nesting = _autocast_nesting()
-        self._dtype = torch.get_default_dtype()
-        self._device = torch.get_default_device()
-        self._deterministic = _deterministic()
-        self._anomaly = _anomaly()
+        self._modes = [read() for read, _ in _switches()]
 
     def set(self) -> None:
         """Make these the modes of the calling thread again."""
-        torch.set_grad_enabled(self._grad)
-        for kind, modes in self._autocast.items():
-            if _autocast(kind) != modes:
-                torch.set_autocast_enabled(kind, modes[0])
-                torch.set_autocast_dtype(kind, modes[1])
-        torch.set_autocast_cache_enabled(self._caches_casts)
         for _ in range(_autocast_nesting() - self._nesting):
             torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
-        if torch.get_default_dtype() != self._dtype:
-            torch.set_default_dtype(self._dtype)
-        if torch.get_default_device() != self._device:
-            torch.set_default_device(None if self._device.type == "cpu" else self._device)
-        if _deterministic() != self._deterministic:
-            torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
-        if _anomaly() != self._anomaly:
-            torch.autograd.set_detect_anomaly(*self._anomaly)
+        for (read, write), mode in zip(_switches(), self._modes, strict=True):
+            if read() != mode:
+                write(mode)
 
 
-def _device_types() -> list[str]:
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-def _autocast(device_type: str) -> tuple[bool, Any]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Yield a function that reads a mode, and one that sets it."""
+    yield torch.is_grad_enabled, torch.set_grad_enabled
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        yield functools.partial(torch.is_autocast_enabled, kind), functools.partial(torch.set_autocast_enabled, kind)
+        yield functools.partial(torch.get_autocast_dtype, kind), functools.partial(torch.set_autocast_dtype, kind)
+    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)
+    yield torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    yield (
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda warns: torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns),
+    )
+    yield torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
+    yield (
+        torch.is_anomaly_check_nan_enabled,
+        lambda checks: torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), checks),
+    )
 
 
 def _autocast_nesting() -> int:
     """Return how many autocast contexts are open."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
 _TWICE = "trying to initialize the default process group twice"  # of torch's ValueError
