@@ -212,8 +212,6 @@ class Reducer:
         self._described: tuple[object, Call] | None = None  # the description, after the key that it depends on
         _all[next(_numbers)] = self
 
-    # ------------------------------------------------------------------------------------------------------- parameters
-
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the parameters that require gradients and are new. Their buckets come last."""
         new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._left}
@@ -246,8 +244,6 @@ class Reducer:
         lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
         lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p in self._sparse]
         return Call(CallKind.STEP, (f"a step of {how}", *lines))
-
-    # -------------------------------------------------------------------------------------------------------- reduction
 
     @property
     def pending(self) -> bool:

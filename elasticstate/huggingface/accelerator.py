@@ -57,8 +57,6 @@ class StepGradients:
         """True if no batch of the step follows the present one, and outside the loop."""
         return self._is_last or not self._is_in_batch
 
-    # ------------------------------------------------------------------------------------------------------------- loop
-
     def begin_loop(self) -> None:
         """Drop what a loop has left that ended inside a step. The loader returns all batches of that step again."""
         self._held = {}
@@ -93,8 +91,6 @@ class StepGradients:
                 "one step has several batches."
             )
 
-    # --------------------------------------------------------------------------------------------------------- backward
-
     def before_backward(self) -> None:
         """Add what is held. Raises UsageError if the script has changed the gradients of only a part of the step."""
         if not self._is_in_batch or (self._is_first and self._is_last):
@@ -123,8 +119,6 @@ class StepGradients:
                 self._held[parameter] = parameter.grad
                 parameter.grad = None
         self._shared = []
-
-    # ------------------------------------------------------------------------------------------------ optimizer's calls
 
     def before_step(self, closure: Any) -> None:
         """Raises UsageError if a step would not use exactly the samples of one step."""
@@ -239,8 +233,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._begun = False
         self._gradients = StepGradients(self._trained_parameters, lambda: float(state.loader.weight))
 
-    # ---------------------------------------------------------------------------------------------------------- objects
-
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
@@ -282,8 +274,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Raise UsageError: these objects would not continue in the next world."""
         refuse("register_for_checkpointing()", "Pass the objects to run: @run(ema=ema). Then use state.ema.")
-
-    # ------------------------------------------------------------------------------------------------------------- loop
 
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the epochs from the present one to ``number - 1``. Prepare all objects before."""

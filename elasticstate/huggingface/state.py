@@ -57,8 +57,6 @@ class TrainingState(elastic.TorchState):
         self._attached: dict[str, Any] = {}
         self._random = b""
 
-    # --------------------------------------------------------------------------------------------- objects of one world
-
     def sync(self) -> None:
         """Sync, and make the process ready for new objects: Accelerate must not remember the last world."""
         super().sync()
@@ -117,8 +115,6 @@ class TrainingState(elastic.TorchState):
         else:
             self.begun = True
             super().commit()
-
-    # -------------------------------------------------------------------------------------------------- State's methods
 
     def commit(self, every: int = 1) -> None:
         """Commit as ``State.commit``. Between the batches of one optimizer step, a call does nothing."""

@@ -137,8 +137,6 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
                 "Use an optimizer whose state_dict() has its state, such as 'adamw_torch'.",
             )
 
-    # ----------------------------------------------------------------------------------------------------------- data
-
     def get_train_dataloader(self) -> TrainingLoader:
         if self._batches is not None:
             return self._batches
@@ -249,8 +247,6 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: list[_MicroBatch]) -> Any:
         return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs if part.weight)
-
-    # ------------------------------------------------------------------------------------------------ train and resume
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
         """Train, or continue at the last commit. ``resume_from_checkpoint`` counts only before the first commit."""

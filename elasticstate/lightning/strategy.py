@@ -281,8 +281,6 @@ class DDPStrategy(strategies.DDPStrategy):
             assert part is not None
             part.teardown()
 
-    # ------------------------------------------------------------------------------------- the checkpoint in the state
-
     def take_checkpoint(self, trainer: Any) -> dict[str, Any]:
         """Return the Trainer's checkpoint, without the module's own tensors. No rank waits for another one."""
         trainer.save_checkpoint(IN_MEMORY, weights_only=False)

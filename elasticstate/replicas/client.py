@@ -55,8 +55,6 @@ class ReplicaClient:
         for connection in idle:
             connection.close()
 
-    # ---------------------------------------------------------------------------------------------------- reading
-
     def header(self, copy: CopyOf) -> bytes:
         """Return all bytes before the random state, which a process of the job has sent unchanged."""
         return self._open(copy).header
@@ -113,8 +111,6 @@ class ReplicaClient:
                 _read_batch(connection, copy, some)
 
         self._call(copy, read)
-
-    # ------------------------------------------------------------------------------------------------ connections
 
     def _call(self, copy: CopyOf, call: Callable[[Wire], T]) -> T:
         """Make a call on a connection to the host of the copy."""

@@ -236,8 +236,6 @@ class AttachedValues:
         for module in self._modules.values():
             yield from module.tensors().items()
 
-    # ------------------------------------------------------------------------------------------------- making a commit
-
     def capture(self) -> tuple[dict[str, Any], Sharding]:
         """Return the local tensors and the trees by name, and the places of the tensors. Copies nothing."""
         tensors: dict[str, Any] = {}
@@ -275,8 +273,6 @@ class AttachedValues:
     def counted(self) -> dict[int, torch.Tensor]:
         """Return the DTensors by the ids of their captured local tensors."""
         return {id(piece.local): tensor for tensor, piece in self._pieces.values() if piece.local is not tensor}
-
-    # ---------------------------------------------------------------------------------------------------- a new world
 
     def spread(self, session: Session) -> None:
         """Give all replicas of a tensor, or of a part of it, the content of the lowest rank that has it.

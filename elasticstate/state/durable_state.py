@@ -139,8 +139,6 @@ class _Resume:
                 f"--durable-dir {self._source.place} cannot be read: {reason}. Repair the storage, or name another one."
             ) from error
 
-    # ------------------------------------------------------------------------------------------------ a sharded state
-
     def _verify(self, parts: StoredParts) -> None:
         """As the root: let all ranks verify a copy. Raises DamagedCopyError, and StateError if it cannot be read."""
         self._send(_Candidate(parts.name, parts.manifest))
@@ -176,8 +174,6 @@ class _Resume:
     def _send(self, candidate: _Candidate) -> None:
         if self._channel is not None:
             self._channel.send(msgspec.msgpack.encode(candidate))
-
-    # --------------------------------------------------------------------------------------------- a replicated state
 
     def _receive(self, copies: StoredCopies, name: str, manifest: Manifest) -> None:
         """As the root: make a copy the live state. Raises DamagedCopyError, and StateError if it cannot be read."""

@@ -210,8 +210,6 @@ class ElasticDataLoader(Position):
         options |= {"batch_sampler": self._batches, "generator": self._random}
         self._loader: DataLoader[Any] = DataLoader(dataset, **options)  # type: ignore[arg-type]
 
-    # ----------------------------------------------------------------------------------------------------------- epochs
-
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``. Do nothing if it is the present epoch: the loader continues where it was restored."""
         if epoch != self.epoch:
@@ -312,8 +310,6 @@ class ElasticDataLoader(Position):
         super()._go_to(epoch, consumed, length)
         self._is_over, self._ended_in_generation = False, None
         self._changes += 1
-
-    # ---------------------------------------------------------------------------------------------- shares of the ranks
 
     def _seed_of_fetching(self) -> int:
         """Return the base seed of the DataLoader's worker processes: a function of seed, epoch, position and rank."""
