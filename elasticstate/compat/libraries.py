@@ -124,7 +124,7 @@ def keep_signal_handlers(trainer: Any) -> None:
     """Do not let a Trainer replace the handlers of signals."""
     connector: Any = getattr(trainer, "_signal_connector", None)
     if hasattr(connector, "register_signal_handlers"):
-        connector.register_signal_handlers = _do_nothing
+        connector.register_signal_handlers = lambda: None
     else:
         warn_absent(
             "lightning",
@@ -157,10 +157,6 @@ def end_restart(trainer: Any, step: int | None) -> None:
             "Trainer.fit_loop._restarting",
             "ReduceLROnPlateau is not stepped in an epoch in which the world changes",
         )
-
-
-def _do_nothing() -> None:
-    pass
 
 
 # ------------------------------------------------------------------------------------------------------------------ Ray

@@ -60,7 +60,7 @@ class TrainingState(elastic.TorchState):
     def sync(self) -> None:
         """Sync, and make the process ready for new objects: Accelerate must not remember the last world."""
         super().sync()
-        self._held = _of_objects(self.capture())
+        self._held = {key: value for key, value in self.capture().items() if key.split(".")[0] in _OBJECTS}
         for name in _OBJECTS:
             if getattr(self, name) is not None:
                 self._last[name] = getattr(self, name)
@@ -141,10 +141,6 @@ class TrainingState(elastic.TorchState):
 
     def _value_kinds(self) -> dict[str, bool]:
         return {**super()._value_kinds(), **dict.fromkeys(_OBJECTS, False)}
-
-
-def _of_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key.split(".")[0] in _OBJECTS}
 
 
 def _copied(value: Any) -> Any:

@@ -72,8 +72,9 @@ class CopyStream:
             self._pinned.add(memory.data_ptr())
         else:
             self._forget_error()
+            reason = runtime.cudaGetErrorString(result)
             _warn_once(
-                f"commits are slower and stop training, because their memory cannot be pinned: {_error_text(result)}. "
+                f"commits are slower and stop training, because their memory cannot be pinned: {reason}. "
                 f"Memory of a tmpfs, such as /dev/shm, can be pinned; that of a file on a disk cannot (--commit-dir)."
             )
 
@@ -161,10 +162,6 @@ def _driver_call(name: str) -> Callable[..., object]:
 @functools.cache
 def _warn_once(warning: str) -> None:
     logger.warning("%s", warning)
-
-
-def _error_text(result: object) -> str:
-    return str(torch.cuda.cudart().cudaGetErrorString(result))  # type: ignore[no-untyped-call]
 
 
 CHUNK_BYTES = 64 << 20  # size between two marks: the checksum of one chunk is computed while the next chunks are copied

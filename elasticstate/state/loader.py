@@ -173,7 +173,8 @@ class ElasticDataLoader(Position):
         size: Callable[[], int] = world_size,
         **options: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not _has_length_and_indices(dataset):
+        has_indices = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+        if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and has_indices):
             raise UsageError(
                 f"{type(dataset).__name__} has no length or no indices, so ElasticDataLoader cannot divide it among "
                 "ranks. Put a torchdata.stateful_dataloader.StatefulDataLoader into the state instead."
@@ -341,10 +342,6 @@ class ElasticDataLoader(Position):
                     yield _Part(part, size * len(part) / (end - begin), stop)
                 else:
                     yield _Part(order.indices(epoch, begin, 1).tolist(), 0.0, stop)
-
-
-def _has_length_and_indices(dataset: object) -> bool:
-    return hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -650,7 +650,11 @@ def check_reshard(
         StateDivergedError: tensors differ. All ranks raise it, with the same message.
         CollectiveError: parts of the commit cannot be read from any copy.
     """
-    live = [_measured(name, piece) for name, piece in pieces.items() if piece.local.numel()]
+    live = [
+        (ShardPlace(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece))
+        for name, piece in pieces.items()
+        if piece.local.numel()
+    ]
     stored = [_read(copies, place) for place in sorted(copies.places())[rank::size]]
     messages = exchange(msgspec.msgpack.encode((live, stored)))
     everyone = [msgspec.msgpack.decode(message, type=tuple[list[_Measured], list[_Measured]]) for message in messages]
@@ -663,10 +667,6 @@ def check_reshard(
             f"--verify-sync: after the reshard, attached values are not those of the commit: "
             f"{listed(wrong[:MAX_NAMES])}{more}. Report this as a bug, with the shapes and placements of these tensors."
         )
-
-
-def _measured(name: str, piece: Piece) -> _Measured:
-    return ShardPlace(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece)
 
 
 def _read(copies: CommitCopies, place: ShardPlace) -> _Measured:

@@ -427,7 +427,7 @@ class Forgotten:
     def __init__(self, train: Callable[..., object]) -> None:
         found: dict[int, tuple[str, Any]] = {}
         for name, value in _reachable(train):
-            if _is_of_interest(value):
+            if _is_a(value, torch.nn.Module, *_KEYS):
                 found.setdefault(id(value), (name, value))
         self._found = [(name, weakref.ref(value)) for name, value in found.values()]
         self._modules: list[_Sample] | None = None  # those that the state lacks
@@ -517,10 +517,6 @@ def _warn(variable: str, value: object, effect: str) -> None:
 def _is_a(value: object, *classes: type) -> bool:
     """Return True for an instance of a class. ``isinstance`` would also run code of objects that stand for others."""
     return issubclass(type(value), classes)
-
-
-def _is_of_interest(value: object) -> bool:
-    return _is_a(value, torch.nn.Module, *_KEYS)
 
 
 def _is_used(value: object, optimizer: Optimizer) -> bool:

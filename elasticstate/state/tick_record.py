@@ -334,7 +334,7 @@ class TickPlan:
         live = [self.tensors[name] for name in self.copied]
         if live:
             with torch.no_grad():
-                if all(_are_same(feature, live, copies.tensors) for feature in _COPIED_FEATURES):
+                if all(list(map(feature, live)) == list(map(feature, copies.tensors)) for feature in _COPIED_FEATURES):
                     copy_all(copies.tensors, live)
                 else:
                     copies.tensors = [tensor.clone() for tensor in live]
@@ -351,10 +351,6 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill the memory from the tensor's address on."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _are_same(feature: Callable[[torch.Tensor], Any], some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return list(map(feature, some)) == list(map(feature, others))
 
 
 _COPIED_FEATURES: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -390,9 +386,6 @@ class _Record:
     random: rng.Copied
     steps_begun: int
     unseen_writes: int
-
-    def copied_tensors(self) -> dict[str, torch.Tensor]:
-        return dict(zip(self.plan.copied, self.copies.tensors, strict=True))
 
 
 class TickRecords:
@@ -533,7 +526,8 @@ class TickRecords:
             self._plan = None
             logger.info("the live state is not that of tick %d: %s", record.commit.tick, reason)
             return None
-        values: dict[str, Any] = {**record.copied_tensors(), **record.copies.arrays}
+        values: dict[str, Any] = dict(zip(record.plan.copied, record.copies.tensors, strict=True))
+        values |= record.copies.arrays
         values |= {**record.plan.owned, **record.plan.summed}
         objects = pickle.loads(record.objects)
         if record.quick is not None:
