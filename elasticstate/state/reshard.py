@@ -71,13 +71,17 @@ class Region(NamedTuple):
 
     def without(self, other: Region) -> Iterator[Region]:
         """Yield disjoint regions that make up what is not in ``other``, a part of this region."""
-        begin, end = list(self.begin), list(self.end)
-        for d in range(len(begin)):
-            if begin[d] < other.begin[d]:
-                yield Region(tuple(begin), (*end[:d], other.begin[d], *end[d + 1 :]))
-            if other.end[d] < end[d]:
-                yield Region((*begin[:d], other.end[d], *begin[d + 1 :]), tuple(end))
-            begin[d], end[d] = other.begin[d], other.end[d]
+        rest = self
+        for d, (begin, end) in enumerate(zip(other.begin, other.end, strict=True)):
+            if rest.begin[d] < begin:
+                yield rest.cut(d, rest.begin[d], begin)
+            if end < rest.end[d]:
+                yield rest.cut(d, end, rest.end[d])
+            rest = rest.cut(d, begin, end)
+
+    def cut(self, d: int, begin: int, end: int) -> Region:
+        """Return the part from ``begin`` to ``end`` of dimension ``d``."""
+        return Region((*self.begin[:d], begin, *self.begin[d + 1 :]), (*self.end[:d], end, *self.end[d + 1 :]))
 
     def relative_to(self, origin: tuple[int, ...]) -> Region:
         return Region(
@@ -187,17 +191,10 @@ def in_pieces(item: RegionRead) -> Iterator[RegionRead]:
         yield item
         return
     d = next(d for d, size in enumerate(item.at.sizes) if size > 1)
-    half = item.at.sizes[d] // 2
-    for first in (True, False):
-        at, into = (_half(region, d, half, first) for region in (item.at, item.into))
+    size = item.at.sizes[d]
+    for begin, end in ((0, size // 2), (size // 2, size)):
+        at, into = (part.cut(d, part.begin[d] + begin, part.begin[d] + end) for part in (item.at, item.into))
         yield from in_pieces(RegionRead(item.offset, item.stored, at, item.target, into))
-
-
-def _half(region: Region, d: int, size: int, first: bool) -> Region:
-    middle = region.begin[d] + size
-    if first:
-        return Region(region.begin, (*region.end[:d], middle, *region.end[d + 1 :]))
-    return Region((*region.begin[:d], middle, *region.begin[d + 1 :]), region.end)
 
 
 def staged(
