@@ -428,8 +428,12 @@ def shutdown() -> None:
 
 
 def _leave_at_exit() -> None:
+    if os.getpid() != _initialized_in:
+        return
+    if (recorder := timeline.present()) is not None:
+        recorder.close()
     # After an exception, skip the exit gate: the others must not wait for this worker, they must detect its death.
-    if os.getpid() != _initialized_in or getattr(sys, "last_value", None) is not None:
+    if getattr(sys, "last_value", None) is not None:
         return
     try:
         shutdown()
@@ -553,9 +557,6 @@ def _export() -> None:
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items()})
 
 
-_exit_in: int | None = None  # the process that closes its timeline when it ends: a forked child must not
-
-
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record the collectives in a file for chrome://tracing, until ``stop_timeline``. All ranks call this.
 
@@ -571,7 +572,6 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         UsageError: the directory does not exist or cannot be written, or a timeline is started already. In a later
             world than that of its start, the same file continues.
     """
-    global _exit_in
     need_init()
     path = Path(file_path).absolute()
     present, generation = timeline.present(), extension.world_generation()
@@ -590,9 +590,6 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArgumentUsageError(f"start_timeline({str(file_path)!r}): cannot be written. Choose another file.")
     timeline.use(Recorder(str(path), mark_cycles))
-    if _exit_in is None:
-        atexit.register(_close_at_exit)
-    _exit_in = os.getpid()
 
 
 def stop_timeline() -> None:
@@ -609,9 +606,3 @@ def _start_by_environment() -> None:
     path = extension.environment_variable("HOROVOD_TIMELINE")
     if path and path != "DYNAMIC" and timeline.present() is None:
         start_timeline(path, extension.environment_variable("HOROVOD_TIMELINE_MARK_CYCLES") not in ("", "0"))
-
-
-def _close_at_exit() -> None:
-    recorder = timeline.present()
-    if recorder is not None and os.getpid() == _exit_in:
-        recorder.close()
