@@ -367,25 +367,22 @@ class StoredCopies:
 
     def _in_thread(self, values: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Yield the values of an iterator that a thread runs. The thread never writes into memory of the caller."""
-        queue: Queue[tuple[str, T | BaseException | None]] = Queue(_AHEAD)
+        queue: Queue[tuple[T | None, BaseException | None]] = Queue(_AHEAD)
         is_over = threading.Event()
 
-        def put(kind: str, value: T | BaseException | None) -> bool:
+        def put(value: T | None, error: BaseException | None = None) -> bool:
             while not is_over.is_set():
                 with suppress(Full):
-                    queue.put((kind, value), timeout=_LOOK_INTERVAL_S)
+                    queue.put((value, error), timeout=_LOOK_INTERVAL_S)
                     return True
             return False
 
         def run() -> None:
             try:
-                for value in values():
-                    if not put("value", value):
-                        return
+                if all(map(put, values())):
+                    put(None, StopIteration())
             except BaseException as error:
-                put("error", error)
-            else:
-                put("end", None)
+                put(None, error)
 
         threading.Thread(target=run, name="elasticstate-durable-read", daemon=True).start()
         try:
@@ -393,7 +390,7 @@ class StoredCopies:
             while True:
                 self._check()
                 try:
-                    kind, value = queue.get(timeout=_LOOK_INTERVAL_S)
+                    value, error = queue.get(timeout=_LOOK_INTERVAL_S)
                 except Empty:
                     waited_s += _LOOK_INTERVAL_S
                     if waited_s >= self._timeout_s:
@@ -402,11 +399,10 @@ class StoredCopies:
                         ) from None
                     continue
                 waited_s = 0.0
-                if kind == "end":
+                if isinstance(error, StopIteration):
                     return
-                if kind == "error":
-                    assert isinstance(value, BaseException)
-                    raise value
+                if error is not None:
+                    raise error
                 yield value  # type: ignore[misc]
         finally:
             is_over.set()
