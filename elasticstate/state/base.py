@@ -28,10 +28,9 @@ from elasticstate.compat.modules import is_loader, load_state, state_of
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, UnknownValueError, UsageError
 from elasticstate.state.committer import Committer, StateJoinHook
-from elasticstate.state.divergence import Exclusions
+from elasticstate.state.divergence import Exclusions, Kinds
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
-from elasticstate.state.session import Kinds
 from elasticstate.state.tick_record import QuickCapture
 from elasticstate.state.values import CANNOT_BE_PICKLED, Captured, Parts, Tree, copy_with_same_tensors, dumps, is_array
 

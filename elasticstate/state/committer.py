@@ -47,7 +47,6 @@ from elasticstate.state.session import (
     SoloSession,
     channel_between,
     channel_of_all,
-    find_refused,
     taking_part,
 )
 from elasticstate.state.snapshot import Buffer, CommitStorage, Incoming, LiveValues, Snapshot
@@ -511,7 +510,7 @@ class Committer:
         if far and view.rank in (view.root, *far):
             channel = channel_between(session, view.root, far)
             kinds, has_commit = self._live._value_kinds(), self.snapshot.newest is not None
-            refused = find_refused(channel, taking_part(view.root, far), view.root, kinds, has_commit)
+            refused = divergence.find_refused(channel, taking_part(view.root, far), view.root, kinds, has_commit)
             if view.rank in refused:
                 raise StateError(refused[view.rank])
         if view.rank not in view.lacking and view.follows is None:

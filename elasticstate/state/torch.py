@@ -17,6 +17,7 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.attached import require_describable
 from elasticstate.state.base import State
+from elasticstate.state.divergence import Kinds
 from elasticstate.state.loader import fault_of, has_iterators, is_stateful, require_own_position
 from elasticstate.state.module_state import (
     OR_HOOK,
@@ -42,7 +43,6 @@ from elasticstate.state.optimizer_state import (
     owned_by,
     plain_groups,
 )
-from elasticstate.state.session import Kinds
 from elasticstate.state.tick_record import QuickCapture
 from elasticstate.state.values import (
     Captured,

@@ -16,7 +16,7 @@ from elasticstate.state import (
     session as channel_module,
 )
 from elasticstate.state.base import committer_of
-from elasticstate.state.session import find_refused
+from elasticstate.state.divergence import find_refused
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:
