@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <set>
 #include <thread>
@@ -217,6 +218,7 @@ void test_cutting_from_another_thread() {
         std::thread sweeper([&] {
             while (!stop) {
                 sockets.sever();
+                std::this_thread::sleep_for(std::chrono::microseconds(100));  // else nobody else ever gets the mutex
             }
         });
         {
