@@ -43,7 +43,7 @@ FILES = {".py": "train.py", ".txt": "train.py", ".sh": "discover.sh"}  # suffix 
 HOME = "/home/you"  # the directory of the files on the page
 PORT = "29400"  # the port on the page; a run uses a free one
 ROOT_CAUSE = "elasticrun: root cause:"
-AT_ONCE = 2  # cases that run at the same time
+AT_ONCE = 3  # cases that run at the same time; most of them wait for time-outs
 LIMIT_S = 90.0  # for one command
 
 MARK = re.compile(r"<!-- case: (\S+) -->\n```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -344,7 +344,7 @@ def stable(output: str) -> list[str]:
 
 
 def run_all(names: Iterable[str]) -> Iterator[tuple[str, Result]]:
-    """Run the examples of these names, two at a time. Leave out those that this machine cannot run."""
+    """Run the examples of these names, some at a time. Leave out those that this machine cannot run."""
     known = examples()
     forks.template()  # the threads share it
     with ThreadPoolExecutor(AT_ONCE) as threads:

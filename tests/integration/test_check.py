@@ -294,7 +294,8 @@ def test_an_mpirun_that_fails(elsewhere: Path, tmp_path: Path) -> None:
 
 
 def test_an_mpi_that_hangs_is_ended(elsewhere: Path, tmp_path: Path) -> None:
-    text = f"case $1 in --version) exec {BESIDE}/mpirun --version;; esac\nwhile :; do :; done"
+    hang = f"exec {sys.executable} -c 'import time; time.sleep(600)'"
+    text = f"case $1 in --version) exec {BESIDE}/mpirun --version;; esac\n{hang}"
     program(tmp_path / "bin" / "mpirun", text)
     problem = asyncio.run(search(5, python=str(elsewhere))).problem
     assert "cannot start two processes: timed out after 5 s (--start-timeout). Run pip install" in problem

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -196,6 +197,7 @@ def test_a_sharded_state_survives_faults_lost_shards_and_the_loss_of_all_memory(
     check_readers(place, tmp_path, digests(job)[max(digests(job))])
 
 
+@pytest.mark.long  # test_durable.py saves a whole state there
 def test_shards_in_an_object_store(tmp_path: Path, object_store: str) -> None:
     slow = ("--durable-timeout", "20", "--durable-interval", "3")  # each upload imports the client of the store
     with train(tmp_path / "first", object_store, 3, "fsdp", *slow) as job:

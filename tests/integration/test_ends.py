@@ -187,8 +187,15 @@ def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
         job.check_survival()
 
 
-@pytest.mark.parametrize("template", ["--preload=", "--preload=off"])
-@pytest.mark.parametrize(("number", "tracebacks"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(
+    ("number", "tracebacks", "template"),
+    [
+        (signal.SIGTERM, 0, "--preload="),
+        (signal.SIGINT, 1, "--preload="),
+        pytest.param(signal.SIGTERM, 0, "--preload=off", marks=pytest.mark.long),
+        (signal.SIGINT, 1, "--preload=off"),
+    ],
+)
 def test_further_signals_to_a_worker_that_ends_print_no_traceback(
     tmp_path: Path, number: signal.Signals, tracebacks: int, template: str
 ) -> None:

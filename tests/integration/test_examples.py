@@ -35,6 +35,7 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 def test_the_smallest_example_runs_in_two_workers_and_alone() -> None:
+    """All processes are new ones, as those of users are."""
     assert run(sys.executable, "-m", "elasticstate", "-np", "2", sys.executable, EXAMPLES / "minimal.py").strip()
     assert run(sys.executable, EXAMPLES / "minimal.py").strip()
 
@@ -49,15 +50,19 @@ def test_an_example_runs_in_two_workers_and_alone(template: Template, tmp_path: 
     assert alone.strip()
 
 
-def test_the_sharded_gpt_learns() -> None:
-    command = (sys.executable, "-m", "elasticstate", "-np", "2", sys.executable, EXAMPLES / "fsdp.py")
-    losses = re.findall(r"step (\d+): loss (\d+\.\d+) on 2 workers", run(*command, "--steps", "60"))
+def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2", command=[sys.executable, str(EXAMPLES / "fsdp.py"), "--steps", "60"]) as job:
+        job.finish(timeout=240)
+    losses = re.findall(r"step (\d+): loss (\d+\.\d+) on 2 workers", job.output)
     assert [int(step) for step, _ in losses] == [20, 40, 60]
     assert float(losses[-1][1]) < 4.0, "a model that knows nothing has ln(128) = 4.85"
 
 
-def test_digits_reaches_its_accuracy_alone() -> None:
-    output = run(sys.executable, EXAMPLES / "digits.py", "--epochs", "20")
+def test_digits_reaches_its_accuracy_alone(template: Template, tmp_path: Path) -> None:
+    status, output, error = Started(template, tmp_path / "digits", [EXAMPLES / "digits.py", "--epochs", "12"]).finish(
+        240
+    )
+    assert status == 0, error[-3000:]
     accuracy = re.findall(r"accuracy[^0-9]*([01]\.\d+)", output)
     assert accuracy, output
     assert float(accuracy[-1]) >= 0.95

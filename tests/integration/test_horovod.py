@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kit.forks import elasticrun
 from tests.kit.job import SCRIPTS, Job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
@@ -145,7 +144,8 @@ def test_models_that_become_unlike_end_the_job_with_the_same_error_on_all_ranks(
         "        state.commit()\n"
         "train(state)\n"
     )
-    with Job(tmp_path, "-np", "2", command=[sys.executable, "-c", program]) as job:
+    (tmp_path / "script.py").write_text(program)
+    with Job(tmp_path, "-np", "2", command=[sys.executable, str(tmp_path / "script.py")]) as job:
         job.finish(1)
         message = (
             "CallUsageError: the ranks do not make the same call: rank 0: a step of "
@@ -188,7 +188,8 @@ def test_a_planned_change_at_the_tick_of_a_join_interrupts_all_ranks(tmp_path: P
         "train(hvd.elastic.TorchState(model, optimizer))\n"
     )
     stop = tmp_path / "stop"
-    command = [sys.executable, "-c", program, str(stop)]
+    (tmp_path / "script.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "script.py"), str(stop)]
     with Job(tmp_path, *OPTIONS, command=command) as job:
         job.wait_for_event("sync", 9)
         job.kill(2, number=signal.SIGTERM)
@@ -199,11 +200,8 @@ def test_a_planned_change_at_the_tick_of_a_join_interrupts_all_ranks(tmp_path: P
         assert isinstance(job.events("end")[0]["at"], int)
 
 
-def test_the_example_learns() -> None:
-    command = [sys.executable, "-m", "elasticstate", "-np", "2", sys.executable, str(EXAMPLE), "--epochs", "5"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environment, stdin=subprocess.DEVNULL, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert float(re.findall(r"accuracy ([01]\.\d+)", done.stdout)[-1]) > 0.85
+def test_the_example_learns(tmp_path: Path) -> None:
+    process = elasticrun(["-np", "2", sys.executable, str(EXAMPLE), "--epochs", "5"], tmp_path)
+    printed, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error[-3000:]
+    assert float(re.findall(r"accuracy ([01]\.\d+)", printed)[-1]) > 0.85

@@ -120,7 +120,7 @@ def stop(job: Job) -> None:
     job.finish(0)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_mnist(tmp_path: Path, backend: str) -> None:
     hosts = Hosts(tmp_path).set("localhost:3")
     options = (*SIZES, *hosts.options, "--backend", backend)

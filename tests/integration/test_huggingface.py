@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.forks import SCRIPTS, Started, Template, environment
 from tests.kit.job import Hosts, Job, Line
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
@@ -106,17 +105,12 @@ def check_losses(job: Job, alone: list[Line], what: str) -> float:
     return max(abs(found[line["step"]]["loss"] / line["loss"] - 1) for line in alone)
 
 
-def undisturbed(script: str, folder: Path, steps: int) -> dict[str, list[Line]]:
+def undisturbed(template: Template, script: str, folder: Path, steps: int) -> dict[str, list[Line]]:
     """Run the script in one process without elasticrun. Return the lines of its log by kind."""
     (folder / "logs").mkdir(parents=True)
-    done = subprocess.run(
-        command(script, folder, "--steps", str(steps), "--workers", "3"),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    _, *arguments = command(script, folder, "--steps", str(steps), "--workers", "3")
+    status, _, error = Started(template, folder / "alone", arguments, environment()).finish(240)
+    assert status == 0, error[-6000:]
     lines: dict[str, list[Line]] = {}
     for line in map(json.loads, (folder / "logs" / "alone.jsonl").read_text().splitlines()):
         lines.setdefault(line["what"], []).append(line)
@@ -147,6 +141,7 @@ def check_curve(folder: Path, steps: int) -> None:
     ("script", "killed"), [pytest.param("huggingface_trainer.py", 0, marks=WITH_TRAINER), ("huggingface_loop.py", 1)]
 )
 def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
+    template: Template,
     tmp_path: Path,
     script: str,
     killed: int,
@@ -162,7 +157,7 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
     assert "new process" not in job.output, "workers fork from the template process"
     job.check_survival()
     check_samples(job, generations[1:])
-    alone = undisturbed(script, tmp_path / "alone", job.log("final")[0]["step"])
+    alone = undisturbed(template, script, tmp_path / "alone", job.log("final")[0]["step"])
     deviation = check_losses(job, alone["loss"], "loss")
     record_property("report", f"{script}: largest deviation of the loss on 3, 2, 3, 1, 4 workers: {deviation:.1e}")
     assert deviation <= TOLERANCE
@@ -174,7 +169,12 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
 
 
 @pytest.mark.parametrize(
-    "kind", ["accelerator", pytest.param("bert", marks=WITH_TRAINER), pytest.param("t5", marks=WITH_TRAINER)]
+    "kind",
+    [
+        "accelerator",
+        pytest.param("bert", marks=[WITH_TRAINER, pytest.mark.long]),
+        pytest.param("t5", marks=WITH_TRAINER),
+    ],
 )
 def test_worlds_of_1_2_and_3_have_the_same_result(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.forks import PACKAGE, SCRIPTS, Started, Template, elasticrun, environment
 from tests.kit.job import Hosts, Job, Line
 
 SAMPLES = 1400
@@ -136,22 +135,17 @@ def losses(lines: list[Line]) -> dict[Place, float]:
     return {key: total / count for key, (total, count) in sums.items()}
 
 
-def undisturbed(folder: Path, epochs: int, *arguments: str) -> list[Line]:
+def undisturbed(template: Template, folder: Path, epochs: int, *arguments: str) -> list[Line]:
     """Return the lines that the script logs when it trains alone, without elasticrun."""
     (folder / "logs").mkdir(parents=True)
-    done = subprocess.run(
-        command(folder, "--epochs", str(epochs), *arguments),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, *script = command(folder, "--epochs", str(epochs), *arguments)
+    status, _, error = Started(template, folder / "alone", script, environment()).finish(120)
+    assert status == 0, error[-3000:]
     return [json.loads(line) for line in (folder / "logs" / "alone.jsonl").read_text().splitlines()]
 
 
 def test_a_job_with_changes_gives_the_losses_of_an_undisturbed_run(
-    tmp_path: Path, record_property: Callable[[str, object], None]
+    template: Template, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     script = ["--global-batch-size", "10"]
     job = through_changes(tmp_path, *script)
@@ -162,7 +156,7 @@ def test_a_job_with_changes_gives_the_losses_of_an_undisturbed_run(
     check_files(tmp_path, final)
     assert {line["epoch"] for line in job.log("validated")} == set(range(epochs))
 
-    alone = undisturbed(tmp_path / "alone", epochs, *script)
+    alone = undisturbed(template, tmp_path / "alone", epochs, *script)
     found, expected = losses(lines), losses([line for line in alone if line["what"] == "trained"])
     assert sorted(found) == sorted(expected)
     deviation = max(abs(found[key] / expected[key] - 1) for key in expected)
@@ -185,17 +179,11 @@ def test_epochs_change_their_length_and_ticks_wait_for_the_optimizers_step(tmp_p
 
 
 def test_the_example_learns_in_two_workers(tmp_path: Path) -> None:
-    elasticrun = [sys.executable, "-m", "elasticstate", "-np", "2", "--preload", "lightning.pytorch"]
-    done = subprocess.run(
-        [*elasticrun, sys.executable, str(EXAMPLE), "--epochs", "3"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (accuracy,) = re.findall(r"accuracy (\d\.\d+)", done.stdout)  # of rank 0 alone
+    arguments = ["-np", "2", "--preload", "lightning.pytorch", sys.executable, str(EXAMPLE), "--epochs", "3"]
+    process = elasticrun(arguments, tmp_path)
+    printed, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error[-3000:]
+    (accuracy,) = re.findall(r"accuracy (\d\.\d+)", printed)  # of rank 0 alone
     assert float(accuracy) > 0.8
 
 
@@ -219,8 +207,15 @@ def test_the_guide_shows_all_changed_lines() -> None:
     assert not re.search("elastic", text.split('"""')[2])
 
 
-@pytest.mark.parametrize("rank", [(), ("--rank", "0")], ids=["all", "one"])
-@pytest.mark.parametrize("place", ["validation", "saved"])
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        pytest.param("validation", (), id="validation-all"),
+        pytest.param("validation", ("--rank", "0"), id="validation-one", marks=pytest.mark.long),
+        pytest.param("saved", (), id="saved-all", marks=pytest.mark.long),
+        pytest.param("saved", ("--rank", "0"), id="saved-one"),
+    ],
+)
 def test_checkpoint_files_of_an_attempt_that_was_given_up_are_removed(
     tmp_path: Path, place: str, rank: tuple[str, ...]
 ) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from elasticstate.loggers.sinks import TransactionLog
-from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.forks import SCRIPTS, Started, Template, environment
 from tests.kit.job import Hosts, Job
 
 KILL_AT = 37  # after an exchange at 30 and a commit at 35
 OPTIONS = ("-np", "3", "--min-np", "1", "--join-window", "30", "--min-interrupt-distance", "0.2")
+OPTIONS += ("--preload", "wandb,torch.utils.tensorboard")
 Curve = list[tuple[int, float]]
 
 
@@ -53,20 +52,15 @@ def weights_and_biases(folder: Path) -> Curve:
     return [(row["_step"], row["loss/train"]) for row in rows]
 
 
-def undisturbed(folder: Path, steps: int) -> tuple[Curve, Curve]:
+def undisturbed(template: Template, folder: Path, steps: int) -> tuple[Curve, Curve]:
     (folder / "logs").mkdir(parents=True)
-    done = subprocess.run(
-        command(folder, "--steps", str(steps)),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, *arguments = command(folder, "--steps", str(steps))
+    status, _, error = Started(template, folder / "alone", arguments, environment()).finish(120)
+    assert status == 0, error[-3000:]
     return tensorboard(folder / "tensorboard"), weights_and_biases(folder / "wandb")
 
 
-def test_a_change_of_rank_0_leaves_one_curve_and_one_bar(tmp_path: Path) -> None:
+def test_a_change_of_rank_0_leaves_one_curve_and_one_bar(template: Template, tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2", "127.0.0.2:1")
     script = command(tmp_path, "--kill-at", str(KILL_AT), "--pace", "0.02")
     with Job(tmp_path, *OPTIONS, *hosts.options, command=script) as job:
@@ -86,7 +80,7 @@ def test_a_change_of_rank_0_leaves_one_curve_and_one_bar(tmp_path: Path) -> None
     assert steps > KILL_AT + 50
 
     curves = tensorboard(tmp_path / "tensorboard"), weights_and_biases(tmp_path / "wandb")
-    expected = undisturbed(tmp_path / "alone", steps)
+    expected = undisturbed(template, tmp_path / "alone", steps)
     for curve, smooth in zip(curves, expected, strict=True):
         assert [step for step, _ in curve] == list(range(1, steps + 1))
         assert curve == [(step, pytest.approx(loss, rel=1e-4, abs=1e-9)) for step, loss in smooth]

@@ -134,7 +134,7 @@ def nothing_is_left(directory: Path) -> None:
 
 
 @NEEDS_MPIRUN
-@pytest.mark.parametrize("kind", ["elastic", "inelastic"])
+@pytest.mark.parametrize("kind", ["elastic", pytest.param("inelastic", marks=pytest.mark.long)])
 def test_mpirun_starts_one_world_for_a_horovod_script(tmp_path: Path, kind: str) -> None:
     (tmp_path / "stop").touch()
     options = ["--inelastic"] if kind == "inelastic" else ["--stop", tmp_path / "stop"]

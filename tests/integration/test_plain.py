@@ -76,7 +76,7 @@ def check_variables(job: Job) -> None:
         assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("template", ["--preload=", "--preload=off"])
+@pytest.mark.parametrize("template", ["--preload=", pytest.param("--preload=off", marks=pytest.mark.long)])
 def test_after_a_kill_all_workers_restart_and_continue_from_the_snapshot(tmp_path: Path, template: str) -> None:
     options = ("-np", "2", "--job-name", "plain-variables", "--max-restarts", "4", "--start-timeout", "5", template)
     with plain(tmp_path, *options, steps=150, step_time=0.05) as job:

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from tests.kit.job import Hosts, Job
 
 FAST = ("--join-window", "1", "--min-interrupt-distance", "0.2")
+
+
+def first(folder: Path, line: str) -> list[str]:
+    """Return the begin of a command that runs a line before the script. ``worker``: the name of the worker."""
+    path = folder / "first.py"
+    lines = ("import os, runpy, sys", 'worker = os.environ["ELASTICSTATE_WORKER"]', line)
+    path.write_text("\n".join((*lines, "sys.argv = sys.argv[2:]", 'runpy.run_path(sys.argv[0], run_name="__main__")')))
+    return [sys.executable, str(path)]
 
 
 def test_1_a_joiner_holds_the_synced_state_before_its_first_commit(tmp_path: Path) -> None:
@@ -71,7 +80,7 @@ def _hosts_of_last_world(job: Job) -> int:
 
 def test_7_a_newcomer_that_never_gets_ready_blocks_nobody(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
-    silent = ["sh", "-c", 'case "$ELASTICSTATE_WORKER" in 127.0.0.2:*) exec sleep 1000;; esac; exec "$@"', "sh"]
+    silent = first(tmp_path, 'if worker.startswith("127.0.0.2:"): os.execlp("sleep", "sleep", "1000")')
     options = ("-np", "2", *hosts.options, *FAST, "--stop-timeout", "1")
     with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", before=silent) as job:
         job.wait_for_step(5)
@@ -84,7 +93,7 @@ def test_7_a_newcomer_that_never_gets_ready_blocks_nobody(tmp_path: Path) -> Non
 
 
 def test_9_one_bad_slot_does_not_cost_the_host(tmp_path: Path) -> None:
-    bad = ["sh", "-c", 'case "$ELASTICSTATE_WORKER" in *:1:*) exit 7;; esac; exec "$@"', "sh"]
+    bad = first(tmp_path, 'if ":1:" in worker: sys.exit(7)')
     with Job(tmp_path, "-np", "3", "--min-np", "2", *FAST, steps=30, before=bad) as job:
         job.finish(0)
         job.check_survival()

@@ -296,7 +296,7 @@ def test_a_job_on_three_hosts_of_which_none_is_lost(calm: Errors, part: str) -> 
 # ---------------------------------------------------------------------------------------------------- jobs of their own
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_while_all_of_the_world_is_out_of_reach_no_other_world_is_made(
     backend: str, network: Network, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_worker_and_then_a_host_are_lost_and_come_back(network: Network, tmp_p
         assert unclean_ends(job) == [("b:0#1", signal.SIGKILL), ("c:0#1", None)]
 
 
+@pytest.mark.long
 def test_a_worker_that_mpi_has_lost_is_replaced_when_its_host_is_back(network: Network, tmp_path: Path) -> None:
     """The worker has never ended. Its last messages reach the other workers before its successor joins them."""
     with mpi_job(network, tmp_path) as job:

@@ -1,8 +1,7 @@
 """The zoo: each program is run undisturbed, and with kills, a leave and a join at seeded places; both end alike.
 
-The undisturbed run is plain ``python``, a world of one. Programs take turns in how often they commit, in how their
-workers start, and in the backend. Many programs share a job with others (``programs.GROUPS``): a job costs more than
-they do.
+The undisturbed run is plain ``python``, a world of one. Programs take turns in how often they commit, and in the
+backend. Many programs share a job with others (``programs.GROUPS``): a job costs more than they do.
 """
 
 from __future__ import annotations
@@ -64,8 +63,14 @@ def result(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_disturbed_program_ends_like_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        *(pytest.param(name, (), id=name) for name in NAMES),
+        pytest.param(NAMES[1], ("--preload=off",), id=f"{NAMES[1]}, new processes", marks=pytest.mark.long),
+    ],
+)
+def test_a_disturbed_program_ends_like_an_undisturbed_one(name: str, start: tuple[str, ...], tmp_path: Path) -> None:
     expected = undisturbed(name, tmp_path / "alone")
     plan, turn = plan_of(name), TURNS[name]
     directory = tmp_path / "disturbed"
@@ -75,8 +80,7 @@ def test_a_disturbed_program_ends_like_an_undisturbed_one(name: str, tmp_path: P
     script = tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {directory / 'hosts'}\n")
     script.chmod(0o755)
-    options = ["-np", str(FULL), *OPTIONS, "--host-discovery-script", str(script)]
-    options += ["--preload=off"] if turn == 1 else []
+    options = ["-np", str(FULL), *OPTIONS, "--host-discovery-script", str(script), *start]
     options += ["--backend", "mpi"] if turn % 8 == 5 else []
     command = [sys.executable, str(ZOO / "programs.py"), name, str(directory)]
     with Job(tmp_path, *options, command=command) as job:
