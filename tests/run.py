@@ -2,7 +2,7 @@
 """Lint and all tests, side by side: ``python tests/run.py``, or ``python tests/run.py unit lint`` for some parts.
 
 The parts:
-  jobs  real jobs with real faults, on this machine and on simulated hosts, and the documentation; 3 processes
+  jobs  real jobs with real faults, on this machine and on simulated hosts, and the documentation; 4 processes
   unit  unit tests, simulations, and jobs that mostly compute; 2 processes at low priority
   lint  ruff and mypy, at low priority
 
@@ -29,17 +29,17 @@ BIN = Path(sys.executable).parent
 FAILURES = ROOT / ".failures.log"
 INTERRUPT_TIMEOUT_S = 60.0  # a test that is interrupted may take so long to end its job; then it is killed
 
-# Jobs wait often, for each other and for faults to be detected: three of them run at a time. Simulations, unit tests
-# and lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so do jobs that
-# mostly compute and have no fault by time. All tests of a file run in one process, as they share jobs, and the longest
-# files come first (tests/conftest.py).
+# Jobs wait most of the time, for each other and for faults to be detected: four of them run at a time. Simulations,
+# unit tests and lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so do
+# jobs that mostly compute and have no fault by time. All tests of a file run in one process, as they share jobs, and
+# the longest files come first (tests/conftest.py).
 COMPUTING = [f"tests/integration/test_{name}.py" for name in ("steady", "huggingface", "lightning", "horovod_examples")]
 WAITING = [f"tests/{folder}" for folder in ("chaos", "security", "multihost", "integration", "zoo", "docs")]
 NICE = ["nice", "-n", "10"]
 PYTEST = [str(BIN / "pytest"), "--failures-file", str(FAILURES), "--dist", "loadfile"]
 PYTEST += ["--no-loadscope-reorder"]
 PARTS = {
-    "jobs": [[*PYTEST, "-n", "3", *WAITING, *(f"--ignore={file}" for file in COMPUTING)]],
+    "jobs": [[*PYTEST, "-n", "4", *WAITING, *(f"--ignore={file}" for file in COMPUTING)]],
     "unit": [[*NICE, *PYTEST, "-n", "2", "tests/simulation", *COMPUTING, "tests/unit"]],
     "lint": [
         [*NICE, str(BIN / "ruff"), "check", "."],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.forks import PACKAGE, SCRIPTS, Started, Template
+from tests.kit.forks import SCRIPTS, Started, Template, environment
 from tests.kit.job import Job
 from tests.kit.series import Series
 
@@ -269,13 +268,9 @@ def test_misuse_is_an_error_that_says_what_to_do(template: Template, tmp_path: P
     assert said in error
 
 
-def test_plain_python_trains_in_a_world_of_one(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "ELASTICSTATE_WORKER": "localhost:0:1",
-        "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}",
-    }
-    command = [sys.executable, str(SCRIPTS / "train.py"), "--log", str(tmp_path), "--steps", "20"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_plain_python_trains_in_a_world_of_one(template: Template, tmp_path: Path) -> None:
+    command = [SCRIPTS / "train.py", "--log", tmp_path, "--steps", "20"]
+    variables = {**environment(), "ELASTICSTATE_WORKER": "localhost:0:1"}
+    status, _, error = Started(template, tmp_path / "output", command, variables).finish(60)
+    assert status == 0, error
     assert '"step": 20' in (tmp_path / "localhost-0-1.jsonl").read_text()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import elasticstate.horovod as horovod
 from elasticstate import UsageError
+from tests.kit.forks import Started, Template, environment
 from tests.kit.job import Hosts, Job
 
 INELASTIC = """
@@ -64,34 +62,32 @@ except elasticstate.WorkerFailedError as error:
 """
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
+def run(template: Template, folder: Path, program: str) -> tuple[str, str]:
+    """Run a script that must end well. Return what it has printed."""
+    (folder / "script.py").write_text(program)
+    status, printed, error = Started(template, folder / "script", [folder / "script.py"], environment()).finish(240)
+    assert status == 0, error
+    return printed, error
 
 
-def test_run_returns_the_results_by_rank() -> None:
-    done = run(INELASTIC)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 2, 13.0], [1, 2, 13.0]]
+def test_run_returns_the_results_by_rank(template: Template, tmp_path: Path) -> None:
+    printed, _ = run(template, tmp_path, INELASTIC)
+    assert json.loads(printed.splitlines()[-1]) == [[0, 2, 13.0], [1, 2, 13.0]]
 
 
-def test_run_of_an_elastic_function_survives_a_death() -> None:
-    done = run(ELASTIC)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+def test_run_of_an_elastic_function_survives_a_death(template: Template, tmp_path: Path) -> None:
+    printed, error = run(template, tmp_path, ELASTIC)
+    results = json.loads(printed.splitlines()[-1])
     assert results == [[rank, len(results), 30] for rank in range(len(results))]
-    assert "(SIGKILL)" in done.stderr
+    assert "(SIGKILL)" in error
 
 
-def test_an_error_in_the_function_ends_run_with_it() -> None:
+def test_an_error_in_the_function_ends_run_with_it(template: Template, tmp_path: Path) -> None:
     """Without elastic options, the first failure ends the job, as with Horovod."""
-    done = run(FAILING)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("WorkerFailedError "), done.stdout
-    assert "ValueError: too bad" in done.stdout
-    assert done.stderr.count("elasticrun: generation ") == 1, "it ran only once"
+    printed, error = run(template, tmp_path, FAILING)
+    assert printed.startswith("WorkerFailedError "), printed
+    assert "ValueError: too bad" in printed
+    assert error.count("elasticrun: generation ") == 1, "it ran only once"
 
 
 @pytest.mark.parametrize(

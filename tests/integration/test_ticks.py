@@ -74,8 +74,15 @@ def test_a_closure_that_failed_after_the_first_writes_goes_back_to_the_last_comm
     assert resumed[0] == 3
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-@pytest.mark.parametrize("program", ["scaled", "several"])
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [
+        ("scaled", "gloo"),
+        pytest.param("scaled", "mpi", marks=pytest.mark.long),
+        pytest.param("several", "gloo", marks=pytest.mark.long),
+        ("several", "mpi"),
+    ],
+)
 def test_no_tick_is_repeated(tmp_path: Path, program: str, backend: str) -> None:
     options = ("--backend", backend)
     job = run(tmp_path / "job", program, EVERY, KILLS, *options)
