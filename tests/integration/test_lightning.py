@@ -96,6 +96,7 @@ def check_samples(lines: list[Line]) -> int:
 
 def check_worlds(job: Job) -> None:
     """Check that the members of each world begin equal to the last bit, and in the middle of an epoch."""
+    assert not re.search("new process|does not import", job.output), "workers fork, with what is preloaded"
     job.check_survival()
     assert [event["size"] for event in job.events("world_formed")] == [2, 1, 2, 3, 1]
     first = begins(job.log("trained"))

@@ -26,6 +26,13 @@ from tests.kit.sources import ROOT
 
 CASES = Path(__file__).with_name("template_cases.py")
 ENDS = ("text", "code", "error", "interrupt", "signal", "term", "exec", "library", "stdio", "object", "none")
+
+
+def some(names: Iterable[str], *others: str) -> list[Any]:
+    """Return parameters, of which the ``others`` belong to the long version of a test."""
+    return [pytest.param(name, marks=pytest.mark.long if name in others else ()) for name in names]
+
+
 LIBRARY = """
 #include <unistd.h>
 __attribute__((destructor)) static void say(void) { if (write(1, "library\\n", 8) < 0) _exit(9); }
@@ -157,7 +164,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, "unbuffered", "absolute", "package"))
 def test_a_script_sees_no_difference(tmp_path: Path, form: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "whole").mkdir()
@@ -288,7 +295,7 @@ PRELOADS = {
 }
 
 
-@pytest.mark.parametrize("why", PRELOADS)
+@pytest.mark.parametrize("why", some(PRELOADS, "two", "leaves", "ends", "helper"))
 def test_a_module_with_which_no_worker_can_fork_is_left_out_and_named(tmp_path: Path, why: str) -> None:
     """Workers fork from a template process with the other modules, and see what they see without --preload."""
     text, reason = PRELOADS[why]
@@ -327,6 +334,7 @@ def in_the_guides() -> list[str]:
     return sorted({value for text in texts for value in re.findall(r"elasticrun .*--preload ([\w.,]+)", text)})
 
 
+@pytest.mark.long  # the tests of Lightning and of Transformers check that their workers fork
 @pytest.mark.parametrize("value", in_the_guides())
 def test_workers_fork_with_what_the_guides_preload(tmp_path: Path, value: str) -> None:
     preload = tuple(value.split(","))
@@ -344,8 +352,17 @@ def test_workers_fork_with_what_the_guides_preload(tmp_path: Path, value: str) -
     play(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("phase", ["imports", "rest", "request"])
+@pytest.mark.parametrize(
+    ("phase", "fault"),
+    [
+        pytest.param("imports", signal.SIGKILL, id="imports-kill"),
+        pytest.param("rest", signal.SIGKILL, id="rest-kill", marks=pytest.mark.long),
+        pytest.param("request", signal.SIGKILL, id="request-kill"),
+        pytest.param("imports", signal.SIGSTOP, id="imports-stop", marks=pytest.mark.long),
+        pytest.param("rest", signal.SIGSTOP, id="rest-stop"),
+        pytest.param("request", signal.SIGSTOP, id="request-stop", marks=pytest.mark.long),
+    ],
+)
 def test_a_template_process_that_dies_or_stops_costs_only_time(
     tmp_path: Path, fault: signal.Signals, phase: str
 ) -> None:
