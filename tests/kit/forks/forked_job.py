@@ -35,7 +35,15 @@ PACKAGE = Path(elasticstate.__file__).parents[1]
 _PR_SET_PDEATHSIG = 1
 OF_WORKERS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 """Variables that the agent sets for its template process, and that are read when that starts."""
-_READ_BY_OTHERS = ("MPI4PY_RC_INITIALIZE", "MPI4PY_RC_FINALIZE", "HF_HUB_OFFLINE", r"AWS_\w+", r"FSSPEC_\w+")
+_READ_BY_OTHERS = (
+    "MPI4PY_RC_INITIALIZE",
+    "MPI4PY_RC_FINALIZE",
+    "HF_HUB_OFFLINE",
+    r"AWS_\w+",
+    r"FSSPEC_\w+",
+    "FAKE_NCCL",
+    "OOM_GROUP",
+)
 """Variables of modules that no template has imported."""
 _READ_LATER = re.compile(
     "|".join(

@@ -365,10 +365,18 @@ def test_verify_sync_detects_a_faulty_reshard(folder: Path) -> None:
     ("old", "new"),
     [
         (Plan(fsdp, (2, 2), 2, options={"fused": True}), Plan(fsdp, (3,), 1, 2, options={"fused": True})),
-        (Plan(fsdp, (2,), 2, options={"foreach": False}), Plan(fsdp, (2, 2), 1, 2, options={"foreach": False})),
-        (Plan(fsdp_and_tensor_parallel, (2, 2), 2), Plan(fsdp_and_tensor_parallel, (1, 2), 1, 2)),
+        pytest.param(
+            Plan(fsdp, (2,), 2, options={"foreach": False}),
+            Plan(fsdp, (2, 2), 1, 2, options={"foreach": False}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Plan(fsdp_and_tensor_parallel, (2, 2), 2),
+            Plan(fsdp_and_tensor_parallel, (1, 2), 1, 2),
+            marks=pytest.mark.long,
+        ),
         (Plan(fsdp_and_tensor_parallel, (1, 2), 2), Plan(fsdp, (3,), 1, 2)),
-        (Plan(replicated, (1,), 2), Plan(fsdp, (2,), 1, 2)),
+        pytest.param(Plan(replicated, (1,), 2), Plan(fsdp, (2,), 1, 2), marks=pytest.mark.long),
         (Plan(fsdp, (2,), 2), Plan(replicated, (1,), 1, 2)),
     ],
     ids=["HSDP to FSDP", "FSDP to HSDP", "FSDP and TP", "FSDP and TP to FSDP", "plain to FSDP", "FSDP to plain"],
