@@ -33,7 +33,7 @@ def starts(job: Job) -> list[tuple[int, int]]:
     return [(int(size), int(step)) for size, step in re.findall(r"world (\d+) starts at step (\d+)", job.output)]
 
 
-@pytest.mark.parametrize("what", ["unfreeze", "cast", "hook"])
+@pytest.mark.parametrize("what", ["unfreeze", "cast", pytest.param("hook", marks=pytest.mark.long)])
 def test_all_workers_resume_from_a_commit_of_a_structure_that_they_have_not_built(tmp_path: Path, what: str) -> None:
     with job_of(tmp_path / "job", what, "all") as job:
         job.finish()
@@ -41,7 +41,9 @@ def test_all_workers_resume_from_a_commit_of_a_structure_that_they_have_not_buil
     assert trained(job) == undisturbed(tmp_path, what)
 
 
-@pytest.mark.parametrize("what", ["unfreeze", "cast", "hook"])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(name, marks=pytest.mark.long) for name in ("unfreeze", "cast")), "hook"]
+)
 def test_a_newcomer_joins_a_job_of_a_structure_that_it_has_not_built(tmp_path: Path, what: str) -> None:
     with job_of(tmp_path / "job", what, "one", 150) as job:
         job.finish()
