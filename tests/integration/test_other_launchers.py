@@ -158,6 +158,7 @@ def test_mpirun_starts_one_world_for_run(tmp_path: Path) -> None:
 
 
 @NEEDS_MPIRUN
+@pytest.mark.long
 def test_processes_of_mpirun_on_several_hosts_meet_by_mpi(tmp_path: Path) -> None:
     """Each process believes that it is alone on its host."""
     command = [MPIRUN, "--oversubscribe", "-np", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", sys.executable, "-c", OWN]

@@ -125,6 +125,7 @@ def test_hosts_may_have_addresses_of_ipv6_alone(network: Network, tmp_path: Path
         ends_well(job)
 
 
+@pytest.mark.long
 def test_plain_scripts_need_no_names_either(
     network: Network, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +146,7 @@ def root_cause(job: Job) -> str:
     return line
 
 
+@pytest.mark.long  # unit/worker/test_addresses.py has the error
 def test_an_interface_that_does_not_exist_is_named_at_once(network: Network, tmp_path: Path) -> None:
     with start(network, tmp_path, "-H", "a:1,b:1", before=["env", "GLOO_SOCKET_IFNAME=eth7"]) as job:
         assert "every worker failed before the first world" in root_cause(job)
