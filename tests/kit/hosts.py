@@ -61,16 +61,10 @@ PORT = 7077
 
 
 @contextmanager
-def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[forks.Piped | subprocess.Popen[str]]:
     """Run ``elasticrun agent`` on a host, as a batch system does."""
-    command = ("-m", "elasticstate", "agent", "--join", f"d:{PORT}", "--token-file", str(token), *options)
-    process = subprocess.Popen(
-        network.python(name, *command),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=forks.environment(),
-    )
+    arguments = ("--join", f"d:{PORT}", "--token-file", str(token), *options)
+    process = forks.agent(arguments, network[name].storage.pid)
     try:
         yield process
     finally:

@@ -70,10 +70,7 @@ def dial_in(
 # -------------------------------------------------------------------------------------------------- names do not matter
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [pytest.param(lines, id=name, marks=() if name == "debian" else pytest.mark.long) for name, lines in NAMES.items()],
-)
+@pytest.mark.parametrize("lines", NAMES.values(), ids=NAMES)
 def test_names_of_hosts_do_not_matter(network: Network, tmp_path: Path, lines: tuple[str, ...]) -> None:
     forget_names(network, *lines)
     driver = network["d"].address
@@ -125,7 +122,6 @@ def test_hosts_may_have_addresses_of_ipv6_alone(network: Network, tmp_path: Path
         ends_well(job)
 
 
-@pytest.mark.long
 def test_plain_scripts_need_no_names_either(
     network: Network, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,13 +126,15 @@ class Template:
         descriptors: tuple[int, int, int] = (0, 1, 2),
         agents: int = 0,
         directory: Path | None = None,
+        host: int = 0,
     ) -> Forked:
         """Start a script. ``command``: its path and arguments. ``descriptors``: its stdin, stdout and stderr.
 
         ``agents``: the number of agents that elasticrun may start in the same way. ``directory``: the working
-        directory.
+        directory. ``host``: a process whose namespaces the command, an agent, enters.
         """
-        request = json.dumps([list(map(str, command)), dict(environment), agents, str(directory or "")]).encode()
+        words = list(map(str, command))
+        request = json.dumps([words, dict(environment), agents, str(directory or ""), host]).encode()
         with self._lock:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -216,6 +218,22 @@ def elasticrun(
     for descriptor in {stdout, stderr}:
         os.close(descriptor)
     return Piped(pid, os.fdopen(out), None if err is None else os.fdopen(err))
+
+
+def agent(arguments: Sequence[str], host: int) -> Piped | subprocess.Popen[str]:
+    """Start ``elasticrun agent`` in the namespaces of a process, with a pipe as stderr, in the same way."""
+    variables = environment()
+    command = ["-m", "elasticstate", "agent", *arguments]
+    if not is_as_imported(template().environment, variables):
+        enter = ["nsenter", "--target", str(host), "--net", "--mount", "--uts", "--", sys.executable]
+        return subprocess.Popen(
+            [*enter, *command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=variables, text=True
+        )
+    err, stderr = os.pipe()
+    with open(os.devnull) as nothing:
+        pid = template().fork(command, variables, (nothing.fileno(), 1, stderr), host=host).pid
+    os.close(stderr)
+    return Piped(pid, open(os.devnull), os.fdopen(err))
 
 
 def _parent(pid: int) -> int:

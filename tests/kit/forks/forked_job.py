@@ -21,7 +21,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -130,17 +130,31 @@ def _become_agent(stdin: int) -> NoReturn:
     os.setsid()
     os.dup2(stdin, 0)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    prepared = _Prepared()
-    if _is_closed(0):
-        os._exit(2)
-    import elasticstate.agent.template_process as starter
-
-    starter.subprocess = types.SimpleNamespace(**vars(subprocess))  # type: ignore[assignment]
-    starter.subprocess.Popen = prepared.popen  # type: ignore[assignment, misc]
+    prepare_template(lambda: _is_closed(0) and os._exit(2))
     os.chdir(PACKAGE)
     gc.enable()
     _watch_loops()
     script.run([sys.executable, "-m", "elasticstate.agent"])
+
+
+def prepare_template(wait: Callable[[], object] = lambda: None) -> None:
+    """Fork the template process of this agent, which starts it later. ``wait``: what comes before further imports."""
+    prepared = _Prepared()
+    wait()
+    import elasticstate.agent.template_process as starter
+
+    starter.subprocess = types.SimpleNamespace(**vars(subprocess))  # type: ignore[assignment]
+    starter.subprocess.Popen = prepared.popen  # type: ignore[assignment, misc]
+
+
+def enter(host: int) -> None:
+    """Enter the namespaces of a process. The working directory is that of its mounts, and must be set again."""
+    kinds = [os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in kinds:
+        if libc.setns(kind, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {host}")
+        os.close(kind)
 
 
 def _is_closed(pipe: int) -> bool:

@@ -1,9 +1,9 @@
 """``script_template.py DESCRIPTOR PARENT PADDING``: a process that has imported torch. Scripts and jobs fork from it.
 
-Each request on the socket has a Python command, its environment, a number of agents and a directory as JSON, and the
-descriptors of stdin, stdout and stderr. The answer is the id of its process. The process is an orphan, and so becomes
-a child of PARENT, which takes in orphans at that time. As many imports as scripts and hosts would take most of the time
-of the tests.
+Each request on the socket has a Python command, its environment, a number of agents, a directory and a host as JSON,
+and the descriptors of stdin, stdout and stderr. The answer is the id of its process. The process is an orphan, and so
+becomes a child of PARENT, which takes in orphans at that time. As many imports as scripts and hosts would take most of
+the time of the tests.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ for name in (*MODULES, "torch._dynamo", *OF_JOBS):
 link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
 
 
-def run(command: list[str], environment: dict[str, str], agents: int, directory: str, descriptors: list[int]) -> None:
+def run(
+    command: list[str], environment: dict[str, str], agents: int, directory: str, host: int, descriptors: list[int]
+) -> None:
     """Run a command in a child of ``parent``, as a new Python process would. ``agents``: 0, if it is no elasticrun.
 
-    ``directory``: "", if that of this process is right.
+    ``directory``: "", if that of this process is right. ``host``: a process on the simulated host on which the command,
+    an agent, runs; 0, if that is this machine.
     """
     if (pid := fork()) != 0:
         link.send(str(pid).encode())
@@ -49,9 +52,13 @@ def run(command: list[str], environment: dict[str, str], agents: int, directory:
         os.dup2(descriptor, number)
         os.close(descriptor)
     replace_environment(environment)
-    if directory:
-        os.chdir(directory)
+    directory = directory or os.getcwd()
+    if host:
+        forked_job.enter(host)
+    os.chdir(directory)
     gc.set_threshold(*threshold)
+    if host:
+        forked_job.prepare_template()
     if agents:
         forked_job.prepare(agents)
         script.exit_after_finalization = os._exit  # to take modules down means to copy those of torch first
