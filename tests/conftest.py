@@ -51,12 +51,13 @@ os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 
 # With -n, the files that take longest come first, so that no process is left alone with one of them at the end: those
 # with more than 30 s alone on a machine, or more than 10 s of processor time. Jobs wait: what counts is how long.
+# Those on several hosts, which compute most at their start, begin one after the other.
 LONGEST = (
-    *("hosts", "sharded", "chaos", "addresses", "silence", "zoo", "examples", "structure", "newcomer_errors"),
+    *("zoo", "newcomer_errors", "silence", "examples", "hosts", "structure", "sharded", "launch", "kubernetes"),
     *("sanitized", "huggingface", "template_process", "lightning", "horovod_examples", "contexts", "loss"),
-    *("other_launchers", "launch", "horovod_launch", "resume", "kubernetes", "dial_in", "mpi", "ticks", "plain"),
-    *("horovod_stalls", "durable_shards", "sharded_faults", "strangers", "horovod", "ends", "global_batch", "commands"),
-    *("check", "durable", "watched_shards", "loggers", "uneven", "ray", "slurm", "mpi_hosts", "hangs", "survival"),
+    *("other_launchers", "chaos", "horovod_launch", "resume", "addresses", "mpi", "ticks", "sharded_faults", "plain"),
+    *("horovod_stalls", "durable_shards", "dial_in", "strangers", "horovod", "ends", "global_batch", "commands"),
+    *("ray", "check", "durable", "watched_shards", "loggers", "uneven", "slurm", "hangs", "survival", "mpi_hosts"),
     *("check_gpu", "fake_nccl", "web_ports", "samples", "driver_restart", "reference_bugs", "read_only", "sinks"),
     *("torn_commits", "heap", "steady"),
 )
