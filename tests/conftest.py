@@ -54,12 +54,12 @@ os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 # Those on several hosts, which compute most at their start, begin one after the other.
 LONGEST = (
     *("zoo", "newcomer_errors", "silence", "examples", "hosts", "structure", "sharded", "launch", "kubernetes"),
-    *("sanitized", "huggingface", "template_process", "lightning", "horovod_examples", "contexts", "loss"),
-    *("other_launchers", "chaos", "horovod_launch", "resume", "addresses", "mpi", "ticks", "sharded_faults", "plain"),
+    *("sanitized", "huggingface", "template_process", "lightning", "horovod_examples", "contexts"),
+    *("other_launchers", "chaos", "horovod_launch", "addresses", "mpi", "ticks", "sharded_faults", "plain"),
     *("horovod_stalls", "durable_shards", "dial_in", "strangers", "horovod", "ends", "global_batch", "commands"),
     *("ray", "check", "durable", "watched_shards", "loggers", "uneven", "slurm", "hangs", "survival", "mpi_hosts"),
     *("check_gpu", "fake_nccl", "web_ports", "samples", "driver_restart", "reference_bugs", "read_only", "sinks"),
-    *("torn_commits", "heap", "steady"),
+    *("torn_commits", "loop_heap", "steady", "trainer_loss", "trainer_resume", "attached_worlds"),
 )
 
 _failures_file: Path | None = None
