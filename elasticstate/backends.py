@@ -32,9 +32,7 @@ class BackendParts(NamedTuple):
     worker: str  # a worker.contexts.Backend
     driver: str = "elasticstate.backends:DriverBackend"
     agent: str = "elasticstate.backends:AgentBackend"
-    check: str = (
-        ""  # a function for --check, a check.report.SearchForBackend; empty: the check of torch covers this backend
-    )
+    check: str = ""  # a function for --check, a check.SearchForBackend; empty: the check of torch covers this backend
 
 
 BACKENDS = {

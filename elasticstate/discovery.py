@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.errors import DiscoveryError, OptionError
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.machine import slots_of_this_machine
 from elasticstate.net.names import learn_full_name
 from elasticstate.options import Options, slurm_allocation

@@ -21,8 +21,7 @@ import msgspec
 
 from elasticstate.driver.report import CALL_FILE, OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
-from elasticstate.exit_status import status_of
-from elasticstate.failures import WorkerFailure
+from elasticstate.failures import WorkerFailure, status_of
 from elasticstate.log import logger
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.options import declarations, read_options, temporary_directory

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import deque
 
-from elasticstate.exit_status import signal_name
+from elasticstate.failures import signal_name
 from elasticstate.machine import version
 from elasticstate.net import messages
 from elasticstate.net.control import DriverStream, Refused

@@ -41,7 +41,7 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.durable.parts import cut
 from elasticstate.durable.stored_copies import ABSENT, BUSY, HUNG, MEMORY, STORAGE, TORN, UNCHANGED, crc32c
 from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.machine import format_bytes
 from elasticstate.net.messages import CompleteDurable, DurableFailed, DurablePart, DurableSaved, Place, SaveDurable
 from elasticstate.private import make_file

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Mapping
 
 from elasticstate.agent.host_job import HostJob
-from elasticstate.exit_status import how_it_ended, signal_name
+from elasticstate.failures import how_it_ended, signal_name
 from elasticstate.net import messages
 from elasticstate.options import agent_variable, inherited_environment
 from elasticstate.processes import Answer, as_command, ask

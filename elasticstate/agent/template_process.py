@@ -22,7 +22,7 @@ from typing import IO, Protocol, TypeVar
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.machine import is_python, is_this_python
 from elasticstate.net.link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
 from elasticstate.processes import (

@@ -27,7 +27,7 @@ from elasticstate.agent.worker_output import Audience, Pump
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import CallReport, PlainPlace
 from elasticstate.errors import CommitStorageError
-from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
+from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket, ForkRequest
 from elasticstate.net.messages import STACKS_SIGNAL

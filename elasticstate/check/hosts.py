@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elasticstate import processes
 from elasticstate.backends import driver_part
-from elasticstate.check.report import Line, last_line
+from elasticstate.check import Line, last_line
 from elasticstate.discovery import Discovery, host_source
 from elasticstate.errors import DiscoveryError
 from elasticstate.launchers import HostLaunchers

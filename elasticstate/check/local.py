@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from elasticstate import commits, processes
-from elasticstate.check.report import Line, last_line
+from elasticstate.check import Line, last_line
 from elasticstate.machine import format_bytes
 from elasticstate.net.names import LOCALHOST, listen_error, own_addresses
 from elasticstate.options.kinds import split_address

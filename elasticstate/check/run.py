@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from elasticstate.backends import BACKENDS
+from elasticstate.check import BackendFindings, Line, SearchForBackend, render
 from elasticstate.check.hosts import host_lines
 from elasticstate.check.local import commit_line, files_line, port_lines, ssh_line
-from elasticstate.check.report import BackendFindings, Line, SearchForBackend, render
 from elasticstate.check.torch_build import Torch, machine_type, needed_torch, nvidia_driver, probe, torch_lines
 from elasticstate.machine import slots_of_this_machine, version
 from elasticstate.options import Options, temporary_directory

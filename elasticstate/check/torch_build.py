@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.check.report import Line, facts_of, last_line
+from elasticstate.check import Line, facts_of, last_line
 from elasticstate.compat.nccl_versions import known_bugs, refusal
-from elasticstate.exit_status import how_it_ended, signal_name
+from elasticstate.failures import how_it_ended, signal_name
 from elasticstate.options import ANY_NCCL, environment_variable
 
 _OURS = str(Path(__file__).parents[2])  # first in the path of the probe, so that the probe is part of this package

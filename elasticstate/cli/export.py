@@ -19,7 +19,7 @@ from elasticstate.durable.stored_copies import (
     milliseconds_of,
 )
 from elasticstate.errors import OptionError
-from elasticstate.history.output import check_output
+from elasticstate.history.event_files import check_output
 from elasticstate.machine import format_bytes
 from elasticstate.terminal import complain, printable
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from elasticstate.cli.parser import file_parser
 from elasticstate.core.types import listed, number_of
 from elasticstate.errors import OptionError
-from elasticstate.history.event_files import read_events
-from elasticstate.history.output import check_output, write_output
+from elasticstate.history.event_files import check_output, read_events, write_output
 from elasticstate.terminal import printable
 
 _DESCRIPTION = """\

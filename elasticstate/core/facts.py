@@ -17,7 +17,7 @@ from elasticstate.core.slots import host_is_lost, hosts_discovered, slot_failed,
 from elasticstate.core.stalls import call_reported
 from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
 from elasticstate.core.stragglers import pace_reported
-from elasticstate.exit_status import how_it_ended, signal_name
+from elasticstate.failures import how_it_ended, signal_name
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))
 """Signals by which a process ends itself: an error of the script. Others come from outside."""

@@ -21,8 +21,7 @@ from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import RootCause, Shards, listed, number_of, ranks_text
 from elasticstate.driver.status import CopyTotals
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY, status_of
-from elasticstate.failures import WorkerFailure
+from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY, WorkerFailure, status_of
 from elasticstate.machine import format_bytes
 from elasticstate.net import messages
 from elasticstate.options import Options

@@ -1,17 +1,22 @@
-"""Event files as they are read: one event after the other, with errors that name the line."""
+"""Files of the commands trace and report: event files as they are read, and the output, whole or not there."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, BinaryIO, TypedDict, get_type_hints
 
 import msgspec
 
 from elasticstate.core import event_file
 from elasticstate.errors import OptionError
+from elasticstate.private import write_file
 
 _LONGEST = 64 << 20  # bytes of one line
 _LARGEST = 1e15  # of a number that is no time of a host in nanoseconds
@@ -112,3 +117,34 @@ def _any_fields_of(name: str) -> Any:
     """Return the type of an event from which fields may be absent."""
     event = event_file.by_name().get(name, event_file.CommonFields)
     return TypedDict("Event", get_type_hints(event), total=False)  # type: ignore[operator]
+
+
+def check_output(path: str, sources: Sequence[str]) -> None:
+    """Check, before any work, that the output file can be written. Raises OptionError."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise OptionError(f"-o/--output: {path!r}: {str(folder)!r} is not a directory. Make it, or name another file.")
+    with suppress(OSError):
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise OptionError(f"-o/--output: {path!r}: is not a regular file. Name another file.")
+        if any(os.path.samestat(found, os.stat(source)) for source in sources if os.path.exists(source)):
+            raise OptionError(f"-o/--output: {path!r}: is an event file. Name another file.")
+
+
+def write_output(path: str, sources: Sequence[str], data: bytes) -> None:
+    """Replace the output file atomically. Those who may read the event files may read it. Raises OptionError."""
+    where = Path(path)
+    mode = 0o666
+    try:
+        for source in sources:
+            mode &= os.stat(source).st_mode
+        folder = os.open(where.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            write_file(folder, where.name, data, mode | 0o600)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise OptionError(
+            f"-o/--output: {path!r}: cannot be written ({error.strerror}). Name a file that this user can write."
+        ) from None

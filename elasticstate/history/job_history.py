@@ -12,7 +12,7 @@ from elasticstate.core import event_file
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import NEWCOMER
 from elasticstate.core.worlds import assign
-from elasticstate.exit_status import status_of
+from elasticstate.failures import status_of
 from elasticstate.history.event_files import Event, number
 
 # --------------------------------------------------------------------------------------------------------------- copies

@@ -16,7 +16,7 @@ import msgspec
 
 from elasticstate import processes
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.net.messages import Launch
 from elasticstate.options import Options, slurm_allocation

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elasticstate import processes
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.launchers.command import agent_process, send_parameters
 from elasticstate.net.messages import Launch

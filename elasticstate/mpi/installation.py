@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elasticstate import processes
-from elasticstate.check.report import BackendFindings, Line, facts_of
+from elasticstate.check import BackendFindings, Line, facts_of
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import how_it_ended
+from elasticstate.failures import how_it_ended
 from elasticstate.options import inherited_environment, temporary_directory
 
 INSTALL = "pip install 'elasticstate[mpi]'"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from elasticstate.check import Line, last_line, render
 from elasticstate.check.hosts import judge
 from elasticstate.check.local import file_system, shared_memory_line
-from elasticstate.check.report import Line, last_line, render
 from elasticstate.check.torch_build import Torch, nvidia_driver, read, torch_lines
 from elasticstate.mpi.installation import MpiInstallation, mpi_lines
 from elasticstate.processes import Answer

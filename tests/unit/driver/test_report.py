@@ -16,8 +16,7 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import RootCause
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import NO_WORLD_HINT
-from elasticstate.failures import WorkerFailure
+from elasticstate.failures import NO_WORLD_HINT, WorkerFailure
 
 STARTED = {"generation": 0, "np": 4, "min_np": 2, "max_np": None}
 
