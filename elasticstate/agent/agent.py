@@ -32,12 +32,11 @@ from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator, Supply
-from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.preemption import PreemptionWatch
 from elasticstate.agent.supervisor import Supervisor, sealed_commits
 from elasticstate.agent.template_process import Template, start_template
 from elasticstate.agent.worker_output import Outputs
-from elasticstate.agent.workers import WorkerHandle, Workers
+from elasticstate.agent.workers import PlainStores, WorkerHandle, Workers
 from elasticstate.backends import AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.core.ids import CommitId, SlotId, WorkerId

@@ -15,9 +15,8 @@ from elasticstate.backends import driver_part
 from elasticstate.check import Line, last_line
 from elasticstate.discovery import Discovery, host_source
 from elasticstate.errors import DiscoveryError
-from elasticstate.launchers import HostLaunchers
+from elasticstate.launchers import HostLaunchers, LocalLauncher
 from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
-from elasticstate.launchers.local_launcher import LocalLauncher
 from elasticstate.machine import version
 from elasticstate.net.names import address_towards, free_port, outward_address, own_addresses
 from elasticstate.options import Options, passed_on

@@ -14,8 +14,18 @@ from typing import Any, TypeVar
 from elasticstate.backends import BACKENDS
 from elasticstate.check import BackendFindings, Line, SearchForBackend, render
 from elasticstate.check.hosts import host_lines
-from elasticstate.check.local import commit_line, files_line, port_lines, ssh_line
-from elasticstate.check.torch_build import Torch, machine_type, needed_torch, nvidia_driver, probe, torch_lines
+from elasticstate.check.local import (
+    Torch,
+    commit_line,
+    files_line,
+    machine_type,
+    needed_torch,
+    nvidia_driver,
+    port_lines,
+    probe,
+    ssh_line,
+    torch_lines,
+)
 from elasticstate.machine import slots_of_this_machine, version
 from elasticstate.options import Options, temporary_directory
 from elasticstate.plug_ins import load_part

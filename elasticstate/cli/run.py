@@ -38,7 +38,7 @@ def _check(texts: Mapping[str, str | None]) -> int:
 
 def _run(options: Options, must_reattach: bool = False) -> int:
     from elasticstate.driver.screen import screen_for
-    from elasticstate.launchers.command import early_agent
+    from elasticstate.launchers import early_agent
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()

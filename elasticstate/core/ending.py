@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.diagnostics import names
-from elasticstate.core.hangs import begin_hang
+from elasticstate.core.hangs import absent, absent_text, begin_hang, note_stall_end, waiting_in_calls
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.slots import stop
-from elasticstate.core.state import Draft, Failure, Forming, Over, Running, Worker
+from elasticstate.core.state import Draft, Failure, Forming, Over, Running, Stall, Worker
 from elasticstate.core.types import exception_line, number_of
 
 QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new world's first tick ends this time early
@@ -259,3 +259,19 @@ def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
         warn_of_end(d, f"{unended}{error and f': {error}'}")
         d.update_ledger(own_errors=d.ledger.own_errors + len(stuck), own_error=d.ledger.own_error or cause)
         end_now(d, Failure(cause, "own", own_error=True))
+
+
+def shut_down(d: Draft, phase: Running, stall: Stall, members: list[Worker]) -> None:
+    """End the job as failed, because of a stall."""
+    inside = waiting_in_calls(members).get(stall.call, [])
+    missing = absent(inside, members)
+    limit_s = d.policy.stall_shutdown_s
+    reason = (
+        f"stall: {stall.text} was not made on all ranks within --stall-shutdown-time of {limit_s:g} s; missing: "
+        f"{absent_text(missing)}"
+    )
+    for each in phase.stalls:
+        note_stall_end(d, each, "--stall-shutdown-time")
+    d.phase = replace(phase, stalls=())
+    cause = t.RootCause(reason, generation=d.generation)
+    become_over(d, False, d.root_cause(missing[0], reason) if missing else cause)

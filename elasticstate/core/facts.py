@@ -10,11 +10,19 @@ import signal
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, commits, event_file, partition, plain, sharded, types as t, waiting
+from elasticstate.core import accounting, commits, event_file, plain, sharded, types as t, waiting
 from elasticstate.core.ending import earlier
-from elasticstate.core.hangs import collectives_reported, hang_text, report_hang, where_reported
-from elasticstate.core.slots import host_is_lost, hosts_discovered, slot_failed, start_preemption_cooldown, stop
-from elasticstate.core.stalls import call_reported
+from elasticstate.core.hangs import call_reported, collectives_reported, hang_text, report_hang, where_reported
+from elasticstate.core.slots import (
+    host_is_lost,
+    hosts_discovered,
+    lease_s,
+    record_incarnation,
+    slot_failed,
+    start_preemption_cooldown,
+    stop,
+    take_back,
+)
 from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
 from elasticstate.core.stragglers import pace_reported
 from elasticstate.failures import how_it_ended, signal_name
@@ -119,11 +127,11 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     sharded.host_reports(d, host.name, event.kept)
     d.note(event_file.AgentJoined, host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
-        partition.record_incarnation(d, worker)
+        record_incarnation(d, worker)
     if host.may_live_until > -inf and not event.workers:
         d.update_ledger(is_broken=True)
     for worker, generation in event.workers:
-        partition.take_back(d, worker, generation)
+        take_back(d, worker, generation)
 
 
 def _agent_lost(d: Draft, event: t.AgentLost) -> None:
@@ -147,7 +155,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         if (d.breaks(worker) or d.in_round(worker)) and not worker.gone:
             d.broken.append(Failure(cause, "drain" if notice and d.in_round(worker) else "lost"))
         if d.breaks(worker) and may_live:
-            host = d.put_host(host, may_live_until=d.now + partition.lease_s(d.policy))
+            host = d.put_host(host, may_live_until=d.now + lease_s(d.policy))
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
         left = worker.gone == "stopped" and not worker.overdue

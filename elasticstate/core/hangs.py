@@ -1,4 +1,4 @@
-"""Worlds that make no progress: hangs, and standstills.
+"""Worlds that make no progress: hangs, standstills, and stalled calls.
 
 A hang: which collective was not entered by all ranks when --hang-timeout ended a generation.
 
@@ -25,12 +25,14 @@ from elasticstate.core.state import (
     Forming,
     Membership,
     Running,
+    Stall,
     Standstill,
     Stopping,
     Ticking,
     Worker,
+    living_members,
 )
-from elasticstate.core.types import CollectivesReport, Finding, Hang, Place, number_of, ranks_text
+from elasticstate.core.types import SHOWN, CollectivesReport, Finding, Hang, Place, listed, number_of, ranks_text
 
 # ---------------------------------------------------------------------------------------------------------------- hangs
 
@@ -344,3 +346,169 @@ def _end(d: Draft, standstill: Standstill, reason: str, goes_on: bool) -> None:
         d.update_ledger(account=d.ledger.account.with_completed_tick(d.now))
     if standstill.text:
         d.note(event_file.NoTickEnded, seconds=round(d.now - standstill.since, 3), goes_on=goes_on, reason=reason)
+
+
+# --------------------------------------------------------------------------------------------------------------- stalls
+# The stall check: reports calls in which some ranks wait for too long, and ends the job if a stall lasts longer.
+#
+# A worker's first report of a long wait does not say which other ranks wait: they may have waited for less time, and
+# then nothing has reached the driver. So the core first requests the newest calls of all members, and reports the stall
+# when the answers have arrived.
+
+
+CALLS_ANSWER_S = 1.0  # seconds for the agents to answer the request for all calls
+_CALL_ENDED = "the call has ended"
+
+Call = tuple[int, int]  # process set, number
+
+
+def waiting_in_calls(members: list[Worker]) -> dict[Call, list[Worker]]:
+    """Return the members that wait in each call, by rank."""
+    found: dict[Call, list[Worker]] = {}
+    for worker in members:
+        if worker.call is not None and worker.waits_since < inf:
+            found.setdefault((worker.call.process_set, worker.call.number), []).append(worker)
+    return found
+
+
+def _since(inside: list[Worker]) -> float:
+    """Return the time since which the first of these workers waits."""
+    return min(worker.waits_since for worker in inside)
+
+
+def absent(inside: list[Worker], members: list[Worker]) -> list[Worker]:
+    """Return the members that must make the call in which those ``inside`` wait, and have not made it."""
+    if not inside:
+        return []
+    assert inside[0].call is not None
+    ranks, waiting_ranks = set(inside[0].call.ranks), {worker.rank for worker in inside}
+    return [w for w in members if w.rank not in waiting_ranks and (not ranks or w.rank in ranks)]
+
+
+def _text_of(inside: list[Worker]) -> str:
+    """Return the text of the call. A rank in ``join()`` waits for the call of the others."""
+    texts = [worker.call.call for worker in inside if worker.call is not None]
+    return next((text for text in texts if text != "join()"), "join()")
+
+
+def absent_text(workers: list[Worker]) -> str:
+    """Return ``a:1#1 (rank 1): last call barrier()``, with the rest of the first sixteen workers."""
+    return listed((f"{w.id} (rank {w.rank}): {_where(w)}" for w in workers[:SHOWN]), count=len(workers))
+
+
+def _where(worker: Worker) -> str:
+    if worker.in_gate:
+        return "in the exit gate"
+    if worker.call is None:
+        return "no call in this world reported"
+    return f"waits in {worker.call.call}" if worker.waits_since < inf else f"last call {worker.call.call}"
+
+
+def stall_lines(m: Draft | Membership, phase: Running, now: float) -> Iterator[str]:
+    """Yield one line for each stall: the missing workers, the call, and the ranks that wait."""
+    if not phase.stalls:
+        return
+    members = living_members(m)
+    groups = waiting_in_calls(members)
+    for stall in phase.stalls:
+        inside = groups.get(stall.call, [])
+        missing = absent(inside, members)
+        if missing:
+            ranks = ranks_text([worker.rank for worker in inside])
+            lasted = f"stall for {now - stall.since:.1f} s"
+            yield f"{lasted}: {ranks} in {stall.text}; missing: {absent_text(missing)}"
+
+
+def call_reported(d: Draft, worker: Worker, report: t.CallReport) -> None:
+    """Record the newest call of a member of the present world."""
+    if not isinstance(d.phase, Running):
+        return
+    waits_since = inf if report.waiting_s is None else d.now - max(0.0, report.waiting_s)
+    d.put(worker, call=report, waits_since=waits_since, reported_at=d.now)
+    if not d.phase.has_calls:
+        d.phase = replace_dataclass(d.phase, has_calls=True)
+
+
+def check_stalls(d: Draft, phase: Running, members: list[Worker]) -> Running:
+    """Report stalls that have begun or ended. Return the phase with the present stalls."""
+    if not phase.has_calls:
+        return phase
+    groups = waiting_in_calls(members)
+    known = tuple(stall for stall in phase.stalls if stall.call in groups)
+    for stall in phase.stalls:
+        if stall not in known:
+            note_stall_end(d, stall, _CALL_ENDED)
+    due = [inside for call, inside in _unreported(d, groups, known, members) if d.now >= _due_at(d, inside)]
+    watched_since = phase.watched_since
+    if due and watched_since is None:
+        d.effects.append(t.WatchCalls(d.generation, True))
+        watched_since = d.now
+    elif due and watched_since is not None and d.now >= watched_since + CALLS_ANSWER_S:
+        known = (*known, *(_begin_stall(d, inside, members) for inside in due))
+    elif not due and not known and watched_since is not None:
+        d.effects.append(t.WatchCalls(d.generation, False))
+        watched_since = None
+    changed = replace_dataclass(phase, stalls=known, watched_since=watched_since)
+    return phase if changed == phase else changed
+
+
+def stall_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterator[tuple[str, float]]:
+    """Yield the times at which a stall must be reported, or ends the job."""
+    if not phase.has_calls:
+        return
+    groups = waiting_in_calls(members)
+    due_at = min((_due_at(d, inside) for _, inside in _unreported(d, groups, phase.stalls, members)), default=inf)
+    yield "stall check", due_at if phase.watched_since is None else max(due_at, phase.watched_since + CALLS_ANSWER_S)
+    yield "stall shutdown", min((_shutdown_at(d, stall) for stall in phase.stalls), default=inf)
+
+
+def overdue_stall(d: Draft, phase: Running) -> Stall | None:
+    """Return a stall that has lasted for --stall-shutdown-time."""
+    return next((stall for stall in phase.stalls if d.now >= _shutdown_at(d, stall)), None)
+
+
+def end_stalls(d: Draft, phase: Running) -> None:
+    """Report the end of all stalls: ``phase`` has ended."""
+    reason = _CALL_ENDED if isinstance(d.phase, Finishing) else f"generation {d.generation} has ended"
+    for stall in phase.stalls:
+        note_stall_end(d, stall, reason)
+
+
+def _unreported(
+    d: Draft, groups: dict[Call, list[Worker]], known: tuple[Stall, ...], members: list[Worker]
+) -> Iterator[tuple[Call, list[Worker]]]:
+    """Yield the calls with missing ranks, and the members that wait there, unless the stall is reported already."""
+    reported = {stall.call for stall in known}
+    for call, inside in groups.items():
+        if call not in reported and absent(inside, members):
+            yield call, inside
+
+
+def _due_at(d: Draft, inside: list[Worker]) -> float:
+    limit_s = d.policy.stall_check_s
+    return inf if limit_s is None else _since(inside) + limit_s
+
+
+def _shutdown_at(d: Draft, stall: Stall) -> float:
+    limit_s = d.policy.stall_shutdown_s
+    return inf if limit_s is None else stall.since + limit_s
+
+
+def _begin_stall(d: Draft, inside: list[Worker], members: list[Worker]) -> Stall:
+    """Report a stall, and return it."""
+    assert inside[0].call is not None
+    missing = absent(inside, members)
+    stall = Stall((inside[0].call.process_set, inside[0].call.number), _text_of(inside), _since(inside))
+    d.note(
+        event_file.Stall,
+        call=stall.text,
+        seconds=round(d.now - stall.since, 3),
+        waiting=[worker.rank or 0 for worker in inside],
+        missing=[worker.rank or 0 for worker in missing],
+        who=absent_text(missing),
+    )
+    return stall
+
+
+def note_stall_end(d: Draft, stall: Stall, reason: str) -> None:
+    d.note(event_file.StallEnded, call=stall.text, seconds=round(d.now - stall.since, 3), reason=reason)

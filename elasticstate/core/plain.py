@@ -16,9 +16,17 @@ from msgspec.structs import replace
 from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, fail_without_progress, first_cause
-from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.running import drain_time
-from elasticstate.core.slots import long_s, newcomers, patience_limit_s, publish, stop
+from elasticstate.core.slots import (
+    long_s,
+    may_train_on,
+    newcomers,
+    patience_limit_s,
+    publish,
+    stop,
+    unreachable_hosts,
+    unreachable_until,
+)
 from elasticstate.core.state import Draft, Failure, Round, Together, Waiting, Worker
 from elasticstate.core.types import exception_line, listed, number_of
 

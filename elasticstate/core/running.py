@@ -18,13 +18,21 @@ from elasticstate.core.ending import (
     first_cause,
     judge,
     overdue_drains,
+    shut_down,
     suspects_of,
     verdict_deadlines,
     warn_of_end,
 )
-from elasticstate.core.hangs import check_ticks, report_hang, standstill_deadlines
+from elasticstate.core.hangs import (
+    check_stalls,
+    check_ticks,
+    end_stalls,
+    overdue_stall,
+    report_hang,
+    stall_deadlines,
+    standstill_deadlines,
+)
 from elasticstate.core.slots import stop
-from elasticstate.core.stalls import check_stalls, end_stalls, overdue_stall, shut_down, stall_deadlines
 from elasticstate.core.state import Draft, Failure, Finishing, Running, Stopping, Worker
 from elasticstate.core.stragglers import check_pace, end_stragglers
 from elasticstate.core.types import listed, number_of

@@ -22,7 +22,7 @@ from elasticstate.core.accounting import follow
 from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
-from elasticstate.core.hangs import end_standstill
+from elasticstate.core.hangs import end_stalls, end_standstill
 from elasticstate.core.plain import together, together_deadlines
 from elasticstate.core.policy import Policy
 from elasticstate.core.running import (
@@ -36,7 +36,6 @@ from elasticstate.core.running import (
 )
 from elasticstate.core.sharded import replicate, replication_deadlines
 from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
-from elasticstate.core.stalls import end_stalls
 from elasticstate.core.state import (
     Count,
     Draft,

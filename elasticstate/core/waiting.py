@@ -27,7 +27,6 @@ from elasticstate.core.ending import (
     verdict_deadlines,
 )
 from elasticstate.core.hangs import check_ticks, reports_until, standstill_deadlines
-from elasticstate.core.partition import lease_s, may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.plain import (
     first_rounds,
     has_finished,
@@ -40,7 +39,15 @@ from elasticstate.core.plain import (
 )
 from elasticstate.core.running import become_finishing, become_running
 from elasticstate.core.sharded import awaited_copies, exiting, find_line, hosts_of, is_sharded
-from elasticstate.core.slots import FAILURES_IN_A_ROW, leave, stop
+from elasticstate.core.slots import (
+    FAILURES_IN_A_ROW,
+    lease_s,
+    leave,
+    may_train_on,
+    stop,
+    unreachable_hosts,
+    unreachable_until,
+)
 from elasticstate.core.state import NEW_SLOT, Draft, Failure, Forming, Waiting, Worker
 from elasticstate.core.types import listed, number_of
 from elasticstate.core.worlds import NOTHING, choose, durable_source, may_hold_more, newest, postponed, staying

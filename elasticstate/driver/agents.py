@@ -19,8 +19,7 @@ from elasticstate.core.ids import without_case
 from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
 from elasticstate.errors import OptionError
-from elasticstate.launchers import AgentProcess, HostLaunchers
-from elasticstate.launchers.local_launcher import AdoptedAgent, DialledIn
+from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
 from elasticstate.machine import version
 from elasticstate.net import messages
 from elasticstate.net.control import AgentStream, ControlServer
@@ -33,8 +32,7 @@ from elasticstate.net.names import (
     outward_address,
     own_addresses,
 )
-from elasticstate.net.strangers import Strangers
-from elasticstate.net.trust import Trust
+from elasticstate.net.trust import Strangers, Trust
 from elasticstate.options import CONNECT_TIMEOUT_S, agent_variable, passed_on
 from elasticstate.options.kinds import is_host_name, split_address
 from elasticstate.processes import kill_marked

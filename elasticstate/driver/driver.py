@@ -45,7 +45,7 @@ from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_this_machine
-from elasticstate.net.strangers import Strangers
+from elasticstate.net.trust import Strangers
 from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.plug_ins import load_with_library
 from elasticstate.processes import allow_many_descriptors

@@ -26,7 +26,7 @@ from elasticstate.driver.job import JobState
 from elasticstate.driver.status import ShardsOverview, overview_of
 from elasticstate.errors import OptionError
 from elasticstate.net.names import is_own_host
-from elasticstate.net.strangers import Strangers
+from elasticstate.net.trust import Strangers
 from elasticstate.net.web import Answer, Request, RequestHandler, WebPort, listening_socket
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread

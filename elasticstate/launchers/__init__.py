@@ -11,18 +11,31 @@ Most launchers need only a command that runs another command on a host: see laun
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from elasticstate import processes
 from elasticstate.errors import OptionError
+from elasticstate.failures import how_it_ended
 from elasticstate.net.messages import Launch
 from elasticstate.net.names import is_this_machine
-from elasticstate.options import Options
+from elasticstate.options import Options, agent_variable
 from elasticstate.plug_ins import plug_in
+from elasticstate.threads import in_thread
+from elasticstate.writing import Writer
 
 GROUP = "elasticstate.launchers"
 LAUNCHERS = {
-    "local": "elasticstate.launchers.local_launcher:LocalLauncher",
+    "local": "elasticstate.launchers:LocalLauncher",
     "ssh": "elasticstate.launchers.command:SshLauncher",
     "slurm": "elasticstate.launchers.command:SrunLauncher",
     "ray": "elasticstate.ray:RayLauncher",
@@ -97,3 +110,140 @@ def _launcher(name: str, options: Options) -> Launcher:
             "its package."
         )
     return kind(options)
+
+
+# --------------------------------------------------------------------------------------------------------- this machine
+# Agents that no command starts: children of the driver on this machine, and those that dial in.
+#
+# elasticrun starts one before it imports the driver's modules, so that driver and agent import at the same time. This
+# takes 0.2 s each.
+
+
+AGENT = "elasticstate.agent"
+
+_waiting: list[subprocess.Popen[bytes]] = []
+
+
+@contextmanager
+def early_agent(is_needed: bool) -> Iterator[None]:
+    """Start a process that imports the agent's modules. It ends with the context if no agent needs it."""
+    if is_needed:
+        with suppress(OSError):  # the start of an agent reports it
+            _waiting.append(_start())
+    try:
+        yield
+    finally:
+        for process in _waiting:
+            process.kill()
+            process.communicate()
+        _waiting.clear()
+
+
+def agent_process() -> subprocess.Popen[bytes]:
+    """Return a process that reads an agent's parameters from its stdin. Raises OSError if it cannot be started."""
+    return _waiting.pop() if _waiting else _start()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", AGENT],
+        stdin=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],  # first in sys.path: the agent imports this very package
+        start_new_session=True,  # Ctrl-C in the terminal is for the driver
+    )
+
+
+def send_parameters(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    """Send an agent its parameters, in a thread: the pipe takes 64 KiB; for more, the command must connect first."""
+    assert process.stdin is not None
+    line, fd = msgspec.json.encode(launch) + b"\n", os.dup(process.stdin.fileno())
+    process.stdin.close()
+    stdin = Writer(lambda: fd, len(line))
+    stdin.put(line)
+    stdin.close()
+
+
+class LocalLauncher(Launcher):
+    """Launcher on this machine: a process for each name that means it."""
+
+    is_local = True
+
+    def refuse(self, host: str) -> str:
+        return "" if is_this_machine(host) else f"host {host!r} is another machine, and --launcher is local"
+
+    def start(self, launch: Launch, log: Path) -> LocalAgent:
+        return LocalAgent(launch)
+
+
+class LocalAgent:
+    """An agent's process on this machine, with all processes that must end with it."""
+
+    is_local = True
+
+    def __init__(self, launch: Launch) -> None:
+        """Start the process. Raises OSError if that fails."""
+        self._process = agent_process()
+        self._mark = agent_variable(launch.socket)
+        processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
+        send_parameters(self._process, launch)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> str:
+        await processes.ended_child(self.pid)
+        return how_it_ended(await in_thread(self._process.wait))  # the kernel may wait for locks of /proc
+
+    def kill(self) -> None:
+        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def clear(self) -> None:
+        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
+        await in_thread(processes.kill_marked, *self._mark)
+
+
+class AdoptedAgent:
+    """An agent on this machine that the previous driver has started."""
+
+    is_local = True
+
+    def __init__(self, pid: int, socket: str) -> None:
+        """Open the process. Raises ProcessLookupError if it has ended."""
+        self._pidfd = os.pidfd_open(pid)
+        self._mark = agent_variable(socket)
+
+    async def ended(self) -> str:
+        await processes.ended(self._pidfd)
+        return "exited"
+
+    def kill(self) -> None:
+        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def clear(self) -> None:
+        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
+        await in_thread(processes.kill_marked, *self._mark)
+
+
+class DialledIn:
+    """An agent that this driver did not start."""
+
+    is_local = False
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    async def ended(self) -> str:
+        await self._over.wait()
+        return "closed its connection"
+
+    def kill(self) -> None:
+        """Stop waiting for it."""
+        self._over.set()
+
+    async def clear(self) -> None:
+        """Do nothing: processes on another host cannot be killed from here."""

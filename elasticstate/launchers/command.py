@@ -3,65 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 from elasticstate import processes
 from elasticstate.errors import OptionError
 from elasticstate.failures import how_it_ended
-from elasticstate.launchers import Launcher
+from elasticstate.launchers import AGENT, Launcher, send_parameters
 from elasticstate.net.messages import Launch
 from elasticstate.options import Options, slurm_allocation
 from elasticstate.processes import ask
-from elasticstate.writing import Writer
-
-# Processes that become agents on this machine.
-#
-# elasticrun starts one before it imports the driver's modules, so that driver and agent import at the same time. This
-# takes 0.2 s each.
-
-
-AGENT = "elasticstate.agent"
-
-_waiting: list[subprocess.Popen[bytes]] = []
-
-
-@contextmanager
-def early_agent(is_needed: bool) -> Iterator[None]:
-    """Start a process that imports the agent's modules. It ends with the context if no agent needs it."""
-    if is_needed:
-        with suppress(OSError):  # the start of an agent reports it
-            _waiting.append(_start())
-    try:
-        yield
-    finally:
-        for process in _waiting:
-            process.kill()
-            process.communicate()
-        _waiting.clear()
-
-
-def agent_process() -> subprocess.Popen[bytes]:
-    """Return a process that reads an agent's parameters from its stdin. Raises OSError if it cannot be started."""
-    return _waiting.pop() if _waiting else _start()
-
-
-def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", AGENT],
-        stdin=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],  # first in sys.path: the agent imports this very package
-        start_new_session=True,  # Ctrl-C in the terminal is for the driver
-    )
-
 
 SAME_PYTHON = "install it there at this path, or start the agents there with elasticrun agent (see --listen)"
 """Remedy if a host has no Python, with elasticstate, at the path of this one."""
@@ -124,16 +80,6 @@ class CommandAgent:
     async def clear(self) -> None:
         if self._was_killed:
             await self._launcher.clear(self._launch.host, self._launch.agent)
-
-
-def send_parameters(process: subprocess.Popen[bytes], launch: Launch) -> None:
-    """Send an agent its parameters, in a thread: the pipe takes 64 KiB; for more, the command must connect first."""
-    assert process.stdin is not None
-    line, fd = msgspec.json.encode(launch) + b"\n", os.dup(process.stdin.fileno())
-    process.stdin.close()
-    stdin = Writer(lambda: fd, len(line))
-    stdin.put(line)
-    stdin.close()
 
 
 # ------------------------------------------------------------------------------------------------------------------ ssh

@@ -1,7 +1,7 @@
 """The control plane: the driver listens; its agents, and clients that ask for the status, connect to it.
 
 An unauthenticated connection can only wait for authentication: data from it is not read. The time for authentication
-and the number of such connections (strangers.py) are limited. Each refused connection is reported.
+and the number of such connections (see trust.py) are limited. Each refused connection is reported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import msgspec
 from elasticstate.compat.libraries import set_tls_buffer_bytes
 from elasticstate.net import messages
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
-from elasticstate.net.names import LocalPeers
-from elasticstate.net.strangers import BACKLOG, Strangers
-from elasticstate.net.trust import NAME, Trust
+from elasticstate.net.trust import BACKLOG, NAME, LocalPeers, Strangers, Trust
 
 # --------------------------------------------------------------------------------------------------------------- stream
 # Connection between the driver and an agent, or a client that asks for the status: TLS, length-prefixed messages.

@@ -1,4 +1,4 @@
-"""Authentication: a process that has the job's token belongs to the job.
+"""Access to ports: a process that has the job's token belongs to the job; others are refused, and limited in number.
 
 Both ends of a connection present a certificate signed by the job's own authority, and TLS verifies both. The
 authority's key is derived from the token (RFC 5869). So each process that has the token can make its own certificate
@@ -9,11 +9,20 @@ An observer of a handshake can test guessed tokens against its certificates. So 
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import ipaddress
 import os
+import resource
 import secrets
+import socket
 import ssl
 import stat
+import struct
+from collections.abc import Callable
+from contextlib import closing
 from datetime import datetime, timezone
+from typing import Generic, Protocol, TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -162,3 +171,224 @@ def _context(
     finally:
         os.close(fd)
     return context
+
+
+# ---------------------------------------------------------------------------------------------------------- local peers
+# The user at the other end of a TCP connection on this machine, as reported by the kernel (sock_diag(7)).
+#
+# A query for one pair of addresses takes 3 µs, however many sockets exist. /proc/net/tcp would have to be read
+# completely.
+
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLM_F_REQUEST = 1
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, number, port
+_REQUEST = struct.Struct("=BBBxI")  # family, protocol, extensions, states
+_PORTS = struct.Struct("!HH")
+_SOCKET = struct.Struct("=III")  # interface, and the cookie: any
+_ANSWER = struct.Struct("=4x48x12xII")  # struct inet_diag_msg: ..., user, inode
+_ANY = 0xFFFFFFFF
+_LONGEST_ANSWER_BYTES = 4096
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an address without the interface; an IPv4 one if IPv6 only carries it."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_local(peer: tuple[str, int], own: tuple[str, int]) -> bool:
+    return _address(peer[0]).is_loopback or peer[0] == own[0]
+
+
+class LocalPeers:
+    """Refuses connections of other users of this machine. If the kernel does not answer, all are accepted here."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._kernel: socket.socket | None = None
+        try:
+            self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
+            self._kernel.setblocking(False)
+        except OSError:  # the kernel lacks it, or a sandbox forbids it
+            self.close()
+
+    def close(self) -> None:
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+    def refuse(self, connection: socket.socket) -> str:
+        """Return why an accepted connection is refused, or "".
+
+        A connection is refused if its other end is known to belong to another user. Root is accepted: root can do
+        everything anyway.
+        """
+        try:
+            peer, own = connection.getpeername()[:2], connection.getsockname()[:2]
+        except OSError:
+            return ""  # the connection has ended, which is reported elsewhere
+        if not _is_local(peer, own):
+            return ""
+        user, is_open = self._ask(connection.family, peer, own)
+        if not is_open:
+            return "the peer has closed the connection"
+        if user in (None, 0, os.geteuid()):
+            return ""
+        return f"the peer belongs to another user of this machine (user {user})"
+
+    def user_of(self, connection: socket.socket) -> str:
+        """Return who is at the other end of an accepted connection: a user of this machine, or another machine.
+
+        A machine has a whole network of IPv6 addresses (RFC 4291, section 2.5.4), so these count as one.
+        """
+        try:
+            peer, own = connection.getpeername()[:2], connection.getsockname()[:2]
+        except OSError:
+            return ""
+        if _is_local(peer, own):
+            user, is_open = self._ask(connection.family, peer, own)
+            return f"user {user}" if is_open and user is not None else "this machine"
+        address = _address(peer[0])
+        return str(address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False))
+
+    def _ask(
+        self, family: socket.AddressFamily, peer: tuple[str, int], own: tuple[str, int]
+    ) -> tuple[int | None, bool]:
+        """Return the user of the socket connected from ``peer`` to ``own``, and True if a process still has it open.
+
+        The user is None if it is unknown. The kernel finishes a closed connection with user id 0, which looks like
+        root's.
+        """
+        if self._kernel is None:
+            return None, True
+        self._number = (self._number + 1) & _ANY
+        addresses = b"".join(
+            socket.inet_pton(family, address.partition("%")[0]).ljust(16, b"\0") for address in (peer[0], own[0])
+        )
+        socket_id = _PORTS.pack(peer[1], own[1]) + addresses + _SOCKET.pack(0, _ANY, _ANY)
+        request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ANY) + socket_id
+        header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, self._number, 0)
+        try:
+            self._kernel.sendto(header + request, (0, 0))
+            number = None
+            while number != self._number:  # no wait: the kernel has answered within sendto()
+                answer = self._kernel.recv(_LONGEST_ANSWER_BYTES)
+                _, kind, _, number, _ = _HEADER.unpack_from(answer)
+            if kind != _SOCK_DIAG_BY_FAMILY:
+                return None, True  # no such socket: an address was translated on the way
+            user, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+        except (OSError, struct.error):
+            return None, True
+        return user, inode != 0
+
+
+# ----------------------------------------------------------------------------------------------------------- strangers
+# Connections to the ports of a process that have not authenticated, those of all its ports together.
+#
+# Their number is limited. Beyond the limit the oldest connection of the user who has the most is dismissed, so that a
+# crowd of one user or of one machine neither locks others out nor takes the descriptors of the job.
+
+MAX_UNAUTHENTICATED = 2048  # limit of unauthenticated connections; each takes up to 70 kB
+UNAUTHENTICATED_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest
+BACKLOG = 4096  # connections that the kernel queues until they are accepted
+_NO_DESCRIPTOR_PAUSE_S = 0.05  # pause when no descriptor is left
+_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+M = TypeVar("M")
+
+
+class Crowd(Generic[M]):
+    """Members by their user, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._users: dict[M, str] = {}
+        self._members: dict[str, dict[M, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._users
+
+    def add(self, member: M, user: str) -> None:
+        self._users[member] = user
+        self._members.setdefault(user, {})[member] = None
+
+    def discard(self, member: M) -> None:
+        user = self._users.pop(member, None)
+        if user is not None:
+            del self._members[user][member]
+            if not self._members[user]:
+                del self._members[user]
+
+    def number_of(self, user: str) -> int:
+        """Return the number of members of a user."""
+        return len(self._members.get(user, ()))
+
+    def first_to_go(self) -> M:
+        """Return the oldest member of the user who has the most. There must be a member."""
+        largest = max(self._members.values(), key=lambda members: len(members))
+        return next(iter(largest))
+
+
+class Stranger(Protocol):
+    """A connection that has not authenticated."""
+
+    def dismiss(self, reason: str, /) -> None:
+        """Close the connection, and report the reason."""
+
+
+class Strangers:
+    """The connections to the ports of this process that have not authenticated."""
+
+    def __init__(self, timeout_s: float, refused: Callable[[str, str], None]) -> None:
+        """``timeout_s``: limit for the authentication. ``refused(peer, reason)`` reports a refused connection."""
+        self.timeout_s = timeout_s
+        self.refused = refused
+        self._crowd: Crowd[Stranger] = Crowd()
+
+    def __len__(self) -> int:
+        return len(self._crowd)
+
+    def add(self, stranger: Stranger, user: str) -> None:
+        """Add a connection of this user, or of the machine at this address; dismiss another one if there are too many.
+
+        Call ``remove`` when the connection has authenticated or has ended.
+        """
+        if len(self._crowd) >= _most():
+            self.dismiss_one("too many unauthenticated connections")
+        self._crowd.add(stranger, user)
+
+    def remove(self, stranger: Stranger) -> None:
+        self._crowd.discard(stranger)
+
+    def dismiss_one(self, reason: str) -> None:
+        """Dismiss the oldest connection of the user who has the most, if there is any."""
+        if len(self._crowd):
+            stranger = self._crowd.first_to_go()
+            self._crowd.discard(stranger)
+            stranger.dismiss(reason)
+
+    async def accept(self, listener: socket.socket, serve: Callable[[socket.socket, str, LocalPeers], None]) -> None:
+        """Accept connections for ever. ``serve(connection, address of the peer, local_peers)`` must not block."""
+        loop = asyncio.get_running_loop()
+        with closing(LocalPeers()) as local_peers:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listener)
+                except OSError as error:
+                    if error.errno in _FULL:
+                        self.dismiss_one(f"the driver cannot hold more connections ({error.strerror})")
+                        await asyncio.sleep(_NO_DESCRIPTOR_PAUSE_S)
+                else:
+                    serve(connection, f"{address[0]}:{address[1]}", local_peers)
+                await asyncio.sleep(0)  # let refused connections close, and agents' messages in
+
+
+def _most() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_UNAUTHENTICATED
+    return max(1, min(MAX_UNAUTHENTICATED, limit // UNAUTHENTICATED_SHARE))

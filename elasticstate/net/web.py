@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from elasticstate.net.names import LocalPeers, is_loopback
-from elasticstate.net.strangers import BACKLOG, Strangers
+from elasticstate.net.names import is_loopback
+from elasticstate.net.trust import BACKLOG, LocalPeers, Strangers
 
 # ------------------------------------------------------------------------------------------------------------ listening
 

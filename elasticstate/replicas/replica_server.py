@@ -18,7 +18,7 @@ from math import inf
 
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
-from elasticstate.net.names import LocalPeers
+from elasticstate.net.trust import LocalPeers
 from elasticstate.replicas import wire
 from elasticstate.replicas.store import GoOn, ReplicaStore, SlotBuffers, Source
 from elasticstate.replicas.wire import ANSWER_BYTES, MAGIC, Wire

@@ -23,8 +23,7 @@ import pytest
 
 from elasticstate.net import messages, trust
 from elasticstate.net.control import ask_status, dial
-from elasticstate.net.strangers import MAX_UNAUTHENTICATED
-from elasticstate.net.trust import NAME, Trust
+from elasticstate.net.trust import MAX_UNAUTHENTICATED, NAME, Trust
 from tests.kit.job import Job
 from tests.kit.strangers import (
     Attacker,

@@ -34,7 +34,7 @@ from elasticstate.driver.report import Fields, Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.net.names import is_own_host
-from elasticstate.net.strangers import Crowd, Strangers
+from elasticstate.net.trust import Crowd, Strangers
 from elasticstate.net.web import Visitor, WebPort, listening_socket, port_of
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread

@@ -90,10 +90,10 @@ def prepare(agents: int) -> None:
     """Fork agents, and let the driver, which this process becomes, start these before others."""
     started = [_agent() for _ in range(agents)]
     waiting = [Child(pid, os.fdopen(stdin, "wb", buffering=0)) for pid, stdin in started]
-    from elasticstate.launchers import command
+    from elasticstate import launchers
 
-    start = command._start
-    command._start = lambda: waiting.pop() if waiting else start()  # type: ignore[assignment, return-value]
+    start = launchers._start
+    launchers._start = lambda: waiting.pop() if waiting else start()  # type: ignore[assignment, return-value]
 
     def end() -> None:
         for child in waiting:

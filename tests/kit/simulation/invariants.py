@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from elasticstate.core import commits, partition, types as t
+from elasticstate.core import commits, types as t
 from elasticstate.core.figures import NAMES
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
-from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting
+from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting, lease_s
 from elasticstate.core.state import Count, Finishing, Host, Over, Running, Waiting
 from elasticstate.core.step import Membership, Transition, next_deadline
 from tests.kit.simulation.oracle import naive_placements
@@ -209,7 +209,7 @@ class Checker:
                 if self._joined.get(worker, 0) != self.generation or not self.world:
                     continue
                 if event.may_live and known != "stopping":
-                    self._leases[host] = now + partition.lease_s(transition.next.policy)
+                    self._leases[host] = now + lease_s(transition.next.policy)
                 else:
                     self._stands_still = True
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import partition, types as t
+from elasticstate.core import types as t
+from elasticstate.core.slots import lease_s
 from elasticstate.core.state import (
     Finishing,
     Forming,
@@ -23,7 +24,7 @@ def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> 
     member never answers."""
     policy = m.policy
     bound = now + policy.start_timeout_s + policy.elastic_timeout_s + policy.regroup_timeout_s + policy.join_window_s
-    bound += partition.lease_s(policy)
+    bound += lease_s(policy)
     if isinstance(m.phase, Running):
         member = next(w for w in m.workers.values() if w.joined == m.generation and not w.gone)
         m, effects, _ = step(m, t.WorkerExited(member.id, 1, None, 9), now)

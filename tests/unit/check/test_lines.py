@@ -9,8 +9,7 @@ import pytest
 
 from elasticstate.check import Line, last_line, render
 from elasticstate.check.hosts import judge
-from elasticstate.check.local import file_system, shared_memory_line
-from elasticstate.check.torch_build import Torch, nvidia_driver, read, torch_lines
+from elasticstate.check.local import Torch, file_system, nvidia_driver, read, shared_memory_line, torch_lines
 from elasticstate.mpi.installation import MpiInstallation, mpi_lines
 from elasticstate.processes import Answer
 

@@ -26,7 +26,7 @@ from elasticstate.driver.job import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
 from elasticstate.driver.status import overview_of
 from elasticstate.errors import OptionError
-from elasticstate.net.strangers import Strangers
+from elasticstate.net.trust import Strangers
 from elasticstate.options import read_options
 from elasticstate.plug_ins import load_with_library
 from tests.kit.core import ALL_KEPT, RUNNING, WHOLE_JOB, attach, drive

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from elasticstate.launchers.command import AGENT, agent_process, early_agent
+from elasticstate.launchers import AGENT, agent_process, early_agent
 
 
 def own_agents() -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.net import messages, strangers
+from elasticstate.net import messages, trust as limits
 from elasticstate.net.control import (
     AgentStream,
     ControlServer,
@@ -304,7 +304,7 @@ def test_a_message_beyond_the_limit_ends_the_stream_before_it_is_read() -> None:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "MAX_UNAUTHENTICATED", 20)
+    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 20)
 
 
 def test_random_bytes_are_turned_away_and_told_of() -> None:

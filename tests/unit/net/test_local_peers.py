@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from elasticstate.net.names import LocalPeers, own_addresses
+from elasticstate.net.names import own_addresses
+from elasticstate.net.trust import LocalPeers
 
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 STRANGER = 65534

@@ -11,9 +11,8 @@ from typing import cast
 
 import pytest
 
-from elasticstate.net import strangers as limits
-from elasticstate.net.names import LocalPeers
-from elasticstate.net.strangers import Crowd, Strangers
+from elasticstate.net import trust as limits
+from elasticstate.net.trust import Crowd, LocalPeers, Strangers
 from elasticstate.net.web import MOST_HEADER_BYTES, Answer, Request, RequestHandler, WebPort, listening_socket
 
 HALF = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
