@@ -94,14 +94,7 @@ def source_name(options: Options) -> str:
 
 def host_source(options: Options) -> HostSource:
     """Return the job's host source. Raises OptionError."""
-    name = source_name(options)
-    kind = plug_in("--discovery", GROUP, SOURCES, name)
-    if not (isinstance(kind, type) and issubclass(kind, HostSource)):
-        raise OptionError(
-            f"--discovery: {name!r}: the entry point does not name a subclass of elasticstate.discovery.HostSource. "
-            "Mend its package."
-        )
-    return kind(options)
+    return plug_in("--discovery", GROUP, SOURCES, source_name(options), HostSource)(options)
 
 
 class Discovery:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from elasticstate.errors import OptionError
+
+T = TypeVar("T")
 
 
 def load_part(name: str) -> Any:
@@ -31,14 +33,14 @@ def load_with_library(name: str, library: str, option: str) -> Any:
         ) from None
 
 
-def plug_in(option: str, group: str, own: Mapping[str, str], name: str) -> Any:
-    """Return the object of this name: of the table ``own``, or of the entry points of ``group``.
+def plug_in(option: str, group: str, own: Mapping[str, str], name: str, base: type[T]) -> type[T]:
+    """Return the subclass of ``base`` of this name: of the table ``own``, or of the entry points of ``group``.
 
     Entry points are read only for a name that is not in the table. Raises OptionError for an unknown name, and for an
-    entry point that cannot be imported.
+    entry point that cannot be imported, or names something else.
     """
     if name in own:
-        return load_part(own[name])
+        return cast("type[T]", load_part(own[name]))
     from importlib.metadata import entry_points
 
     found = {entry.name: entry for entry in entry_points(group=group)}
@@ -49,9 +51,15 @@ def plug_in(option: str, group: str, own: Mapping[str, str], name: str) -> Any:
             f"entry point of this name in the group {group}."
         )
     try:
-        return found[name].load()
+        kind = found[name].load()
     except Exception as error:
         raise OptionError(
             f"{option}: {name!r}: {found[name].value} cannot be imported: {type(error).__name__}: {error}. Mend or "
             "reinstall its package."
         ) from error
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise OptionError(
+            f"{option}: {name!r}: the entry point does not name a subclass of {base.__module__}.{base.__name__}. Mend "
+            "its package."
+        )
+    return kind

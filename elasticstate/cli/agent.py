@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticstate.cli.parser import CommandParser, value_of
+from elasticstate.cli.parser import CommandParser
 from elasticstate.errors import OptionError
 from elasticstate.machine import host_name
 from elasticstate.options import CONNECT_TIMEOUT_S, slots_of_step, slurm_node
 from elasticstate.options.kinds import RACK_RULE, SECONDS, SLOTS, Kind, is_host_name, split_address
+from elasticstate.options.reading import value_of
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from elasticstate.errors import OptionError
 from elasticstate.machine import is_python, is_this_python, version
 from elasticstate.options import Options, declarations, read_options, spellings
-from elasticstate.options.kinds import FLAG, Kind
+from elasticstate.options.kinds import FLAG
 from elasticstate.terminal import complain
 
 _WIDTH = 118
@@ -96,14 +96,6 @@ class Parser(CommandParser):
         if option is None:
             raise OptionError(f"{message.removeprefix('argument ')}. elasticrun --help-all lists all options.")
         raise OptionError(f"{name}: {problem}: must be {option.kind.valid}")
-
-
-def value_of(name: str, text: str, kind: Kind) -> Any:
-    """Return the value of an option that is not an option of a job. Raises OptionError."""
-    try:
-        return kind.parse(text)
-    except ValueError:
-        raise OptionError(f"{name}: {text!r}: must be {kind.valid}") from None
 
 
 def parse_options(argv: Sequence[str]) -> Options:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from elasticstate.cli.parser import CommandParser, value_of
+from elasticstate.cli.parser import CommandParser
 from elasticstate.driver.record import Record, find_job
 from elasticstate.errors import OptionError
 from elasticstate.net.control import ask_status
 from elasticstate.options import CONNECT_TIMEOUT_S, has_cursor_control
 from elasticstate.options.kinds import at_least_s
+from elasticstate.options.reading import value_of
 from elasticstate.terminal import complain, printable
 
 if TYPE_CHECKING:

@@ -20,8 +20,6 @@ from elasticstate.core.figures import NAMES, Activity, JobFigures, Losses, Origi
 from elasticstate.core.state import Draft, Forming, Host, Membership, Over, Running, Together, Waiting, Worker
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
-# ------------------------------------------------------------------------------------------------------------- activity
-
 
 def activity_of(d: Draft) -> Activity:
     """Return the present activity. It changes with events and at deadlines only."""
@@ -64,9 +62,6 @@ def _is_usable(d: Draft, host: Host) -> bool:
         and host.agent != "stopping"
         and host.cooldown_until <= d.now
     )
-
-
-# ----------------------------------------------------------------------------------------------------------- accounting
 
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticstate.core import types as t
-from elasticstate.core.state import Draft, Host, Membership, Running, Worker
+from elasticstate.core.state import Draft, Membership, Running, Worker
 from elasticstate.core.types import number_of
-
-# ------------------------------------------------------------------------------------------------------------- retained
 
 
 def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId) -> None:
@@ -83,17 +81,14 @@ def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
         return []
     ready = [worker.ready.commit for worker in m.workers.values() if worker.ready is not None and not worker.gone]
     best = max((commit for commit in ready if commit is not None), default=t.CommitId(0, 0))
+    given_back = {host.name for host in m.hosts.values() if host.draining and host.agent == "stopping"}
     newer = [
         (slot_id, slot.retained)
         for slot_id, slot in m.slots.items()
-        if slot.retained is not None and slot.retained > best and not _is_given_back(m.hosts[slot_id.host])
+        if slot.retained is not None and slot.retained > best and slot_id.host not in given_back
     ]
     newer.sort(key=lambda item: (*(-number for number in item[1]), m.hosts[item[0].host].order, item[0]))
     return newer
-
-
-def _is_given_back(host: Host) -> bool:
-    return bool(host.draining) and host.agent == "stopping"
 
 
 def has_job_state(m: Draft | Membership, worker: Worker) -> bool:

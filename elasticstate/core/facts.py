@@ -22,6 +22,7 @@ from elasticstate.core.slots import (
     start_preemption_cooldown,
     stop,
     take_back,
+    workers_on,
 )
 from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
 from elasticstate.core.stragglers import pace_reported
@@ -91,16 +92,8 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
         case t.CollectivesReport():
             collectives_reported(d, worker, report)
             where_reported(d, worker, report)
-        case _:
-            if _takes_part(d, worker, report.generation):
-                _member_reported(d, worker, report)
-
-
-def _member_reported(
-    d: Draft, worker: Worker, report: t.HoldAnswer | t.GenerationFailure | t.Gate | t.First | t.CallReport
-) -> None:
-    """Enter a report about the present generation."""
-    match report:
+        case _ if not _takes_part(d, worker, report.generation):
+            pass
         case t.HoldAnswer():
             _hold_answered(d, worker, report)
         case t.GenerationFailure():
@@ -146,8 +139,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss)
     if not expected:
         d.note(event_file.AgentLost, host=host.name, reason=event.reason)
-    slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
-    workers = [d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None]
+    workers = workers_on(d, host)
     for worker in workers:
         cause = d.root_cause(
             worker, f"{worker.id} was lost with its host: the agent of host {host.name} {event.reason}"

@@ -264,9 +264,6 @@ class TimeAccount(Struct, frozen=True, gc=False):
         )
 
 
-# -------------------------------------------------------------------------------------------------------------- figures
-
-
 _SHOWN = 3  # causes of badput in the summary
 _LEAST = 0.001  # share of the time from which the summary shows a cause
 NAMES = ("downtime_s", "commits_lost", "ticks_lost")

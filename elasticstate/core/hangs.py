@@ -34,9 +34,6 @@ from elasticstate.core.state import (
 )
 from elasticstate.core.types import SHOWN, CollectivesReport, Finding, Hang, Place, listed, number_of, ranks_text
 
-# ---------------------------------------------------------------------------------------------------------------- hangs
-
-
 DEFAULT_GROUP = "default_pg"
 """Description that torch gives to the group of all ranks."""
 

@@ -106,10 +106,6 @@ def together(d: Draft, phase: Together) -> None:
         d.reason = _exits_awaited(d, present) or f"{number_of(len(present.members), 'worker')} without run"
 
 
-def together_deadlines(d: Draft, phase: Together) -> Iterator[tuple[str, float]]:
-    yield from round_deadlines(d)
-
-
 def first_rounds(d: Draft) -> bool:
     """Rule of the phase Waiting while the kind of the command is unknown. Return True while a round ends."""
     present = d.ledger.round
@@ -210,16 +206,12 @@ def _end_if_due(d: Draft, present: Round) -> bool:
         _fail(d, present, present.failure)
     elif draining and d.now >= drain_time(d, draining):
         _change(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
-    elif d.now >= _join_time(d, present) and not _is_finishing(d, present) and (slots := newcomers(d)):
+    elif d.now >= _join_time(d, present) and not _finished(d, present) and (slots := newcomers(d)):
         d.update_ledger(planned_at=d.now)
         _change(d, present, listed(f"{slot_id} joins" for slot_id in slots))
     else:
         return False
     return True
-
-
-def _is_finishing(d: Draft, present: Round) -> bool:
-    return bool(_finished(d, present))
 
 
 def _finished(d: Draft, present: Round) -> list[t.WorkerId]:

@@ -161,9 +161,6 @@ def _release(d: Draft, phase: Running, cause: str) -> None:
     d.reason = f"hold released: {cause}"
 
 
-# -------------------------------------------------------------------------------------------------------------- running
-
-
 _UNEQUAL_TICKS = "Call commit() equally often on all ranks: count steps, not seconds."
 
 
@@ -284,9 +281,6 @@ def _behind(members: list[Worker]) -> list[Worker]:
     return [member for member in members if member.ticks < ahead]
 
 
-# ---------------------------------------------------------------------------------------------------------- finishing
-
-
 def become_finishing(d: Draft) -> None:
     """Enter Finishing: all members are in the exit gate. The core leaves Finishing when all workers have exited."""
     if isinstance(d.phase, Running) and d.phase.hold_since is not None:
@@ -325,9 +319,6 @@ def finishing_deadlines(d: Draft, phase: Finishing) -> Iterator[tuple[str, float
 
 def _awaited_until(d: Draft, phase: Finishing) -> float:
     return phase.since + d.policy.stop_timeout_s
-
-
-# ----------------------------------------------------------------------------------------------------------- stopping
 
 
 def stop_job(d: Draft, by: str) -> None:

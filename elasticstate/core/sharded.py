@@ -25,9 +25,6 @@ from elasticstate.core.commits import has_job_state
 from elasticstate.core.state import Draft, Host, Membership, Over, Running, Worker
 from elasticstate.core.types import Replication, ShardLayout
 
-# ----------------------------------------------------------------------------------------------------------------- line
-
-
 _LAYOUTS_KEPT = 16
 Copies = dict[t.CommitId, dict[int, list[t.CopyOf]]]
 """Copies by commit and digest."""
@@ -36,9 +33,6 @@ Copies = dict[t.CommitId, dict[int, list[t.CopyOf]]]
 def is_sharded(m: Draft | Membership) -> bool:
     """Return True if all members of some world have attached shards."""
     return bool(m.shards.layouts)
-
-
-# ------------------------------------------------------------------------------------------------------------ layouts
 
 
 def shards_attached(d: Draft, reporter: t.WorkerId, report: t.Attached) -> None:
@@ -82,9 +76,6 @@ def _that_count(d: Draft, layouts: tuple[ShardLayout, ...]) -> tuple[ShardLayout
     return tuple(layout for layout in layouts[-_LAYOUTS_KEPT:] if layout.generation in used or layout is layouts[-1])
 
 
-# --------------------------------------------------------------------------------------------------------------- line
-
-
 def find_line(m: Draft | Membership) -> tuple[t.CommitId, tuple[t.ShardSource, ...]] | None:
     """Return the commit line and its readable copies; None: no commit is reachable."""
     return _newest_whole(m, _copies(m, _reachable(m)))
@@ -111,7 +102,8 @@ def _copies(m: Draft | Membership, hosts: list[Host]) -> Copies:
         (layout.generation, slot_id): digest for layout in m.shards.layouts for slot_id, digest in layout.digests
     }
     found: Copies = {}
-    for host, slot_id, commit in (*_in_buffers(m, hosts), *_in_stores(hosts)):
+    in_stores = ((host.name, slot_id, commit) for host in hosts for slot_id, commit in sorted(host.kept))
+    for host, slot_id, commit in (*_in_buffers(m, hosts), *in_stores):
         digest = digests.get((commit.generation, slot_id))
         if digest is not None:
             found.setdefault(commit, {}).setdefault(digest, []).append(t.CopyOf(host, slot_id, commit))
@@ -126,13 +118,6 @@ def _in_buffers(m: Draft | Membership, hosts: list[Host]) -> Iterator[tuple[str,
             for commit in (slot.retained, slot.previous) if slot is not None else ():
                 if commit is not None:
                     yield host.name, slot_id, commit
-
-
-def _in_stores(hosts: list[Host]) -> Iterator[tuple[str, t.SlotId, t.CommitId]]:
-    return ((host.name, slot_id, commit) for host in hosts for slot_id, commit in sorted(host.kept))
-
-
-# ---------------------------------------------------------------------------------------------------- awaited, needed
 
 
 def awaited_copies(m: Draft | Membership) -> list[t.CopyOf]:
@@ -288,8 +273,6 @@ _IS_LATE = 2.0  # intervals between commits without one: training pauses
 _FREQUENT_S = 5.0  # between two commits: if it is longer, a commit lasts until it is copied
 _REFUSAL_S = 60.0  # for which other hosts come first
 
-# -------------------------------------------------------------------------------------------------------------- facts
-
 
 def host_reports(d: Draft, host: str, kept: tuple[tuple[t.SlotId, t.CommitId], ...]) -> None:
     """Record all copies that a connected agent keeps. It may have missed that it should forget some."""
@@ -392,9 +375,6 @@ def _is_older(d: Draft, commit: t.CommitId, before: t.CommitId) -> bool:
 
 def _is_forgotten(d: Draft, commit: t.CommitId) -> bool:
     return d.shards.forgotten is not None and _is_older(d, commit, d.shards.forgotten)
-
-
-# --------------------------------------------------------------------------------------------------------------- rule
 
 
 def replicate(d: Draft) -> None:

@@ -67,12 +67,6 @@ def patience_limit_s(limit_s: float) -> float:
     return limit_s / _ATTEMPTS
 
 
-def together_s(limit_s: float) -> float:
-    """Return the seconds after the first failure of a job in which the other workers may fail in the same way, before
-    one is restarted. The job ends after ``limit_s``."""
-    return min(SAME_DEATH_S, limit_s / _ATTEMPTS)
-
-
 def _spread(seconds: float, min_s: float, max_s: float, name: str, count: int) -> float:
     """Return ``seconds``, up to a tenth longer, but not more than ``max_s``: at this limit, up to a tenth shorter, but
     not less than ``min_s``. A checksum decides, so the same events give the same transcript."""
@@ -80,9 +74,6 @@ def _spread(seconds: float, min_s: float, max_s: float, name: str, count: int) -
         return min(seconds, max_s)
     share = JITTER * (crc32(f"{name}/{count}".encode()) % 1000) / 1000.0
     return seconds * (1.0 + share) if seconds * (1.0 + JITTER) <= max_s else max(min_s, max_s / (1.0 + share))
-
-
-# -------------------------------------------------------------------------------------------------------------- backoff
 
 
 def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], notice: str) -> None:
@@ -117,7 +108,8 @@ def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
         gives_way_at=d.now + patience_s(failures, d.time_to_give_up_s()),
     )
     if d.generation == 0 and d.ledger.outage is None:
-        quiet_s = together_s(d.time_to_give_up_s()) if cause.exit_code else 0.0
+        # the others may fail in the same way, before one is restarted
+        quiet_s = min(SAME_DEATH_S, patience_limit_s(d.time_to_give_up_s())) if cause.exit_code else 0.0
         d.update_ledger(outage=cause, quiet_until=d.now + quiet_s)
     _host_had_a_death(d, _clear_failures(d, d.hosts[worker.id.host], done_well), worker.id.slot, cause)
 
@@ -135,21 +127,15 @@ def _host_had_a_death(d: Draft, host: Host, slot: int, cause: t.RootCause) -> No
 
 def _is_well(d: Draft, host: Host) -> bool:
     """Return True if a worker on the host is READY or in a world."""
-    slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
-    workers = (d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None)
-    return any(not worker.gone and (worker.joined or worker.ready is not None) for worker in workers)
-
-
-def _has_seen_a_commit(d: Draft, worker: Worker) -> bool:
-    """Return True if the job has made a commit since this worker first joined a world: older failures do not count."""
-    highest = d.ledger.highest
-    return highest is not None and 0 < worker.first_joined <= highest.generation
+    return any(not worker.gone and (worker.joined or worker.ready is not None) for worker in workers_on(d, host))
 
 
 def _has_done_well(d: Draft, worker: Worker) -> bool:
-    """Return True if a commit or enough time without failures clears the earlier failures of the worker's slot and
-    host."""
-    return _has_seen_a_commit(d, worker) or d.now - worker.ready_at >= long_s(d)
+    """Return True if a commit since the worker first joined a world, or enough time without failures, clears the
+    earlier failures of its slot and host."""
+    highest = d.ledger.highest
+    has_seen_a_commit = highest is not None and 0 < worker.first_joined <= highest.generation
+    return has_seen_a_commit or d.now - worker.ready_at >= long_s(d)
 
 
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
@@ -178,9 +164,6 @@ def _clear_failures(d: Draft, host: Host, has_done_well: bool) -> Host:
 def long_s(d: Draft) -> float:
     """Return the seconds without a failure that clear earlier failures: the longest backoff or cooldown."""
     return max(MAX_BACKOFF_S, *d.policy.cooldown_range_s)
-
-
-# ---------------------------------------------------------------------------------------------------------- named hosts
 
 
 def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
@@ -343,13 +326,6 @@ def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t
     ]
 
 
-def begin_round(d: Draft, members: Iterable[t.Placement]) -> None:
-    """Record that these workers have been started together. Publish their world if the command is known to be plain."""
-    d.update_ledger(round=Round(tuple(members), d.now), enough_since=inf)
-    if d.ledger.kind == "plain":
-        publish(d)
-
-
 def publish(d: Draft) -> None:
     """Enter Together: the present round is a world. A failure, a change of the members or their end ends this phase."""
     present = d.ledger.round
@@ -388,9 +364,6 @@ def publish(d: Draft) -> None:
     d.reason = f"world {d.world.generation}: {number_of(d.world.size, 'worker')} without run"
 
 
-# ---------------------------------------------------------------------------------------------------------------- slots
-
-
 def mark_draining(d: Draft) -> None:
     """Start the drain of workers whose slot discovery has removed, or whose host has a preemption notice."""
     if isinstance(d.phase, Finishing):
@@ -399,7 +372,7 @@ def mark_draining(d: Draft) -> None:
         if not (host.draining or host.slots < host.slots_ever) or not d.living.get(host.name):
             continue
         gone = "discovery removed its slot" if host.slots else f"discovery removed host {host.name}"
-        for worker in [d.workers[worker] for worker in _living_workers(d, host)]:
+        for worker in workers_on(d, host):
             if (host.draining or worker.id.slot >= host.slots) and not (worker.draining or worker.gone):
                 d.put(worker, draining=host.draining or gone, draining_since=d.now)
 
@@ -542,16 +515,14 @@ class _Plan:
             yield f"cooldown of host {host.name}", host.cooldown_until
         for host in self._giving_way:
             yield f"host {host.name} gives way", host.gives_way_at
-        free = self.free_slots() if _may_start_workers(d) and self._has_vacancies() else []
+        has_vacancies = self.awaits_retained or _vacancies(d) > 0
+        free = self.free_slots() if has_vacancies and _may_start_workers(d) else []
         backing_off = [(slot_id, slot) for slot_id, slot in free if slot.not_before > d.now]
         is_short = self.is_short(free)
         for slot_id, slot in backing_off:
             yield f"backoff of slot {slot_id}", self.start_at(slot_id, slot, is_short)
         if self._cooling or backing_off:
             yield from _late_start_deadlines(d, self.hosts)
-
-    def _has_vacancies(self) -> bool:
-        return self.awaits_retained or _vacancies(self._d) > 0
 
 
 def _stop_unneeded(d: Draft, held: Set[t.SlotId]) -> None:
@@ -589,11 +560,10 @@ def _wanted(host: Host) -> bool:
     return host.slots > 0 and not host.draining
 
 
-def _living_workers(d: Draft, host: Host) -> Iterator[t.WorkerId]:
-    for index in range(host.slots_ever):
-        slot = d.slots.get(t.SlotId(host.name, index))
-        if slot is not None and slot.worker is not None:
-            yield slot.worker
+def workers_on(d: Draft, host: Host) -> list[Worker]:
+    """Return the living workers of a host, by slot."""
+    slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
+    return [d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None]
 
 
 def _free_slots(d: Draft, host: Host) -> Iterator[tuple[t.SlotId, Slot]]:
@@ -609,16 +579,13 @@ def _finished_slots(d: Draft) -> int:
     return 0 if d.ledger.ever_ready else sum(slot.finished for slot in d.slots.values())
 
 
-def _taken_slots(d: Draft) -> int:
-    return _finished_slots(d) + sum(not (worker.draining or worker.gone) for worker in d.workers.values())
-
-
 def _vacancies(d: Draft) -> float:
     """Return how many workers may still be started: up to max_np, and the spares beside a world that trains."""
     if d.policy.max_np is None:
         return inf
     spares = d.policy.spares if isinstance(d.phase, Running) and d.phase.first_tick else 0
-    return d.policy.max_np + spares - _taken_slots(d)
+    taken = sum(not (worker.draining or worker.gone) for worker in d.workers.values())
+    return d.policy.max_np + spares - _finished_slots(d) - taken
 
 
 def _hosts_of_world(d: Draft) -> set[str]:
@@ -732,7 +699,9 @@ def _start_round(d: Draft, plan: _Plan) -> None:
     members = places(d, [_next_worker(d, slot_id) for slot_id in slot_ids])
     for placement, place in members:
         _start_worker(d, placement.worker.slot_id, place)
-    begin_round(d, [placement for placement, _ in members])
+    d.update_ledger(round=Round(tuple(placement for placement, _ in members), d.now), enough_since=inf)
+    if d.ledger.kind == "plain":
+        publish(d)
 
 
 def newcomers(d: Draft) -> list[t.SlotId]:
@@ -750,13 +719,9 @@ def _next_worker(d: Draft, slot_id: t.SlotId) -> t.WorkerId:
 
 def _start_worker(d: Draft, slot_id: t.SlotId, place: t.PlainPlace | None = None) -> None:
     draining = d.hosts[slot_id.host].draining
-    draining_since = d.now if draining else inf
+    since = d.now if draining else inf
     worker = Worker(
-        _next_worker(d, slot_id),
-        started_at=d.now,
-        draining=draining,
-        draining_since=draining_since,
-        in_round=place is not None,
+        _next_worker(d, slot_id), d.now, draining=draining, draining_since=since, in_round=place is not None
     )
     d.add(worker)
     d.put_slot(slot_id, incarnation=worker.id.incarnation, worker=worker.id)

@@ -176,9 +176,6 @@ class Round(Struct, frozen=True, gc=False):
     noticed: bool = False  # who has not exited was reported
 
 
-# -------------------------------------------------------------------------------------------------------------- ticking
-
-
 class Standstill(Struct, frozen=True, gc=False):
     """A time in which no member completes a tick, and that is far longer than a usual tick."""
 
@@ -196,9 +193,6 @@ class Ticking(Struct, frozen=True, gc=False):
     at: float = -inf  # when ``completed`` was first reported; before that, when the world began
     times: tuple[float, ...] = ()  # mean times of the last ticks between two reports, over all worlds
     standstill: Standstill | None = None
-
-
-# -------------------------------------------------------------------------------------------------------------- records
 
 
 class Host(Struct, frozen=True, gc=False):
@@ -474,7 +468,8 @@ class Draft:
         self._members = None
         changed = replace(worker, **changes)
         if not _COUNTED.isdisjoint(changes):
-            self._recount(self.workers[worker.id], changed)
+            self._count(self.workers[worker.id], -1)
+            self._count(changed, 1)
         self.workers[worker.id] = changed
         return changed
 
@@ -483,14 +478,6 @@ class Draft:
         self.ready += by * (worker.ready is not None and not worker.gone)
         self.draining += by * (worker.draining != "" and not worker.gone)
         self.suspects += by * (worker.suspect_at is not None)
-
-    def _recount(self, before: Worker, after: Worker) -> None:
-        """Update the counts for a worker that changes. This is quick: a thousand workers may change in one step."""
-        self.booting += after.booting - before.booting
-        if before.gone != after.gone or before.draining != after.draining:
-            self.draining += bool(after.draining and not after.gone) - bool(before.draining and not before.gone)
-        self.ready += (after.ready is not None and not after.gone) - (before.ready is not None and not before.gone)
-        self.suspects += (after.suspect_at is not None) - (before.suspect_at is not None)
 
     def by_discovery(self) -> list[Host]:
         """Return all hosts that are or were known, in discovery's order. Hosts without slots come last."""

@@ -23,7 +23,7 @@ from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
 from elasticstate.core.hangs import end_stalls, end_standstill
-from elasticstate.core.plain import together, together_deadlines
+from elasticstate.core.plain import round_deadlines, together
 from elasticstate.core.policy import Policy
 from elasticstate.core.running import (
     finishing,
@@ -105,10 +105,7 @@ def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
         case Finishing():
             yield from finishing_deadlines(d, d.phase)
         case Together():
-            yield from together_deadlines(d, d.phase)
-
-
-# ----------------------------------------------------------------------------------------------------------- membership
+            yield from round_deadlines(d)
 
 
 __all__ = ["Membership", "Transition", "new_membership", "next_deadline", "step", "waiting_for"]

@@ -13,9 +13,6 @@ from msgspec import Struct
 
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 
-# ---------------------------------------------------------------------------------------------------------------- texts
-
-
 SHOWN = 16
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch prints it before each line, if there is a process group
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*: ")
@@ -56,9 +53,6 @@ class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fie
     What an agent reports, and what the core answers, are messages themselves: an event or an effect has one shape,
     from the process that makes it to the one that acts on it.
     """
-
-
-# --------------------------------------------------------------------------------------------------------------- places
 
 
 class Placement(Struct, frozen=True, array_like=True, gc=False):
@@ -130,9 +124,6 @@ class Shards(Struct, frozen=True, gc=False):
     refusals: tuple[tuple[str, float], ...] = ()  # hosts that refused a copy, and until when others come first
 
 
-# -------------------------------------------------------------------------------------------------------------- durable
-
-
 @dataclass(frozen=True, slots=True)
 class DurableCopySaved:
     """A durable copy of this commit is complete."""
@@ -151,9 +142,6 @@ class DurableSource(Message, frozen=True):
     timeout_s: float  # without progress
     is_required: bool
     is_sharded: bool = False
-
-
-# --------------------------------------------------------------------------------------------------------------- copies
 
 
 class CopyFigures(NamedTuple):
@@ -231,9 +219,6 @@ class ForgetCopies(Message, frozen=True):
 CopyEffect = Replicate | StopReplication | ForgetCopies
 
 
-# ---------------------------------------------------------------------------------------------------------------- calls
-
-
 class CallReport(Message, frozen=True):
     """The newest collective call of a worker in ``generation``.
 
@@ -256,9 +241,6 @@ class WatchCalls(Message, frozen=True):
 
     generation: int
     on: bool
-
-
-# ---------------------------------------------------------------------------------------------------------- collectives
 
 
 class Collective(Message, frozen=True):

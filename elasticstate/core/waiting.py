@@ -132,14 +132,6 @@ def _last_line(cause: t.RootCause) -> str:
     return lines[-1].strip() if lines else cause.reason
 
 
-# -------------------------------------------------------------------------------------------------------------- waiting
-
-
-def become_waiting(d: Draft) -> None:
-    """Enter Waiting: the ended generation leaves too few workers. A world, or the end of the job, ends this phase."""
-    d.phase = Waiting(since=d.now)
-
-
 def waiting(d: Draft, phase: Waiting) -> None:
     if d.broken and d.ledger.outage is None:
         d.update_ledger(outage=d.broken[0].cause)
@@ -337,7 +329,10 @@ def _retained_until(d: Draft, phase: Waiting, slots: list[tuple[t.SlotId, t.Comm
         return inf
     until = phase.retained_since + d.policy.regroup_timeout_s
     slot_ids = {slot_id for slot_id, _ in slots}
-    boots = any(_may_be_ready(worker) and worker.id.slot_id in slot_ids for worker in d.workers.values())
+    booting = (
+        w for w in d.workers.values() if not w.joined and w.ready is None and not w.gone
+    )  # also those that drain
+    boots = any(worker.id.slot_id in slot_ids for worker in booting)
     lost = _is_lost(d, staying(d))
     return max(until, phase.since + d.policy.elastic_timeout_s) if boots and lost else until
 
@@ -345,11 +340,6 @@ def _retained_until(d: Draft, phase: Waiting, slots: list[tuple[t.SlotId, t.Comm
 def _is_lost(d: Draft, workers: list[Worker]) -> bool:
     """Return True if the job has made a commit, and none of these workers holds one."""
     return d.ledger.highest is not None and newest(workers) == NOTHING
-
-
-def _may_be_ready(worker: Worker) -> bool:
-    """Return True if the worker boots. A draining worker counts, too."""
-    return not worker.joined and worker.ready is None and not worker.gone
 
 
 def _window_end(d: Draft, stay: list[Worker]) -> float:
@@ -393,9 +383,6 @@ def failed_slots(d: Draft) -> int:
     return bad if len(slot_ids) - bad < d.policy.fewest(d.generation) else 0
 
 
-# -------------------------------------------------------------------------------------------------------------- forming
-
-
 def forming(d: Draft, phase: Forming) -> None:
     members = d.members()
     if d.broken:
@@ -429,7 +416,7 @@ def forming(d: Draft, phase: Forming) -> None:
         return
     settle(d, phase)
     if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
-        become_waiting(d)
+        d.phase = Waiting(since=d.now)
 
 
 def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:

@@ -88,9 +88,6 @@ def choose_keepers(
     return tuple(sorted({root, *(key[-1] for key in best.values())}))
 
 
-# --------------------------------------------------------------------------------------------------------------- worlds
-
-
 _MOST_SOURCES = 1000
 NOTHING = t.CommitId(0, 0)
 """Older than every commit."""

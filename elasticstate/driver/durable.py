@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 
 from elasticstate.core import event_file
-from elasticstate.core.ids import CommitId, SlotId, WorkerId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.sharded import find_line, is_sharded
-from elasticstate.core.state import Over, Running, Worker
+from elasticstate.core.state import Over, Running, living_members
 from elasticstate.core.step import Membership
 from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
 from elasticstate.driver.job import JobState, Journal
@@ -71,7 +71,7 @@ class Pace:
 
     def look(self, m: Membership, now: float) -> None:
         """Measure. Call it several times per second."""
-        ticks = max((worker.ticks for worker in _members(m)), default=0)
+        ticks = max((worker.ticks for worker in living_members(m)), default=0)
         generation, at, before = self._since
         if generation != m.generation:
             self._since, self.ticks_per_s = (m.generation, now, ticks), 0.0
@@ -89,7 +89,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
     if not is_sharded(m):
         return _plan_of_one(_source(m))
     layout = m.shards.layouts[-1]
-    if layout.generation != m.generation or m.world is None or len(_members(m)) < m.world.size:
+    if layout.generation != m.generation or m.world is None or len(living_members(m)) < m.world.size:
         return None  # the world attaches its values, or ends
     line = m.shards.line
     if line is None or line.generation != m.generation:
@@ -99,7 +99,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
         return None
     if every_s >= _RARELY_S:
         return _plan_of_shards(_holders(m, layout, line), line) if line != saved else None
-    member = max(_members(m), key=lambda worker: worker.ticks)
+    member = max(living_members(m), key=lambda worker: worker.ticks)
     lead = ceil(ticks_per_s * (now - member.ticks_at + lead_s))
     to_come = CommitId(m.generation, member.ticks + 1 + lead)
     return _plan_of_shards(_in_slots(layout, to_come), to_come)
@@ -133,13 +133,6 @@ def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> CopyPlan | N
     return CopyPlan({host: tuple(found) for host, found in parts.items()}, len(copies), first) if parts else None
 
 
-# -------------------------------------------------------------------------------------------------------- shards
-
-
-def _members(m: Membership) -> list[Worker]:
-    return [worker for worker in m.workers.values() if 0 < worker.joined == m.generation and not worker.gone]
-
-
 def _seconds_between_commits(
     m: Membership, layout: ShardLayout, line: CommitId, ticks_per_s: float, now: float
 ) -> float | None:
@@ -169,24 +162,15 @@ def _holders(m: Membership, layout: ShardLayout, commit: CommitId) -> list[Shard
     return [*_in_slots(layout, commit), *kept]
 
 
-# ----------------------------------------------------------------------------------------------- a replicated state
-
-
 def _source(m: Membership) -> SlotId | None:
     """Return the slot whose commit is saved: the root's if it lives."""
     if m.world is None:
         return None
-    for placement in _root_first(m):
-        worker = m.workers.get(placement)
+    for placement in (m.world.members[m.world.root], *m.world.members):
+        worker = m.workers.get(placement.worker)
         if worker is not None and worker.commit is not None and not worker.gone and worker.joined == m.generation:
             return worker.id.slot_id
     return None
-
-
-def _root_first(m: Membership) -> Iterator[WorkerId]:
-    assert m.world is not None
-    yield m.world.members[m.world.root].worker
-    yield from (placement.worker for placement in m.world.members)
 
 
 def _newest_retained(m: Membership) -> SlotId | None:
@@ -197,9 +181,6 @@ def _newest_retained(m: Membership) -> SlotId | None:
         if slot.retained is not None and m.hosts[slot_id.host].agent == "joined"
     ]
     return max(held, key=lambda item: item[0])[1] if held else None
-
-
-# ------------------------------------------------------------------------------------------------------- durable copies
 
 
 _LOOK_INTERVAL_S = 0.25

@@ -135,9 +135,6 @@ def _one_line(text: str) -> str:
     return " ".join(text[:_LONGEST_TEXT].split())
 
 
-# ------------------------------------------------------------------------------------------------------ output troubles
-
-
 _LOOK_INTERVAL_S = 0.5
 
 
@@ -254,9 +251,6 @@ class Tails:
         awaited = self._awaited.pop(tail.worker, None)
         if awaited is not None and not awaited.done():
             awaited.set_result(tail)
-
-
-# ------------------------------------------------------------------------------------------------------------ live line
 
 
 _INTERVAL_S = 0.5

@@ -39,9 +39,6 @@ from elasticstate.private import is_still, open_directory, open_file, read_file,
 from elasticstate.threads import in_thread, next_beat
 from elasticstate.writing import BLOCKED_S
 
-# ------------------------------------------------------------------------------------------------------------ directory
-
-
 _RECORD = "driver.json"
 _HISTORY = "history.json"
 _DRIVER_LOCK = "driver.lock"
@@ -258,9 +255,6 @@ def lock_job(job: str) -> JobDirectory:
     return directory
 
 
-# --------------------------------------------------------------------------------------------------------------- record
-
-
 _LOOK_INTERVAL_S = 1.0
 
 
@@ -286,14 +280,15 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[floa
 
     ``clocks``: the core's clock, and Unix time. The next driver must know them, because it may have another clock.
     """
-    members = m.world.members if m.world is not None else ()
+    members = [placement.worker for placement in m.world.members] if m.world is not None else []
     new = replace(
         old,
         ports=ports,
         agents=tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined")),
         hosts=tuple(t.HostSlots(host.name, host.slots, host.rack) for host in by_discovery(m) if host.slots),
         world=m.world,
-        ages=old.ages if m.world is old.world else tuple(_age(m, placement.worker) for placement in members),
+        # 0 for a member that has ended already (of a plain world, where ages have no meaning)
+        ages=old.ages if m.world is old.world else tuple(m.workers[w].age if w in m.workers else 0 for w in members),
         next_age=m.ledger.next_age,
         highest=m.ledger.highest,
         first_round=_first_round(m),
@@ -317,11 +312,6 @@ def _first_round(m: Membership) -> tuple[t.Placement, ...]:
     """Return the members of a round of which it is not known if they use ``run``: they have no world."""
     present = m.ledger.round
     return () if present is None or present.end or m.ledger.kind else present.members
-
-
-def _age(m: Membership, worker: t.WorkerId) -> int:
-    """Return the age of a member; 0 for one that has ended already (of a plain world, where ages have no meaning)."""
-    return m.workers[worker].age if worker in m.workers else 0
 
 
 class Keeper:
@@ -377,7 +367,8 @@ class Keeper:
             if record is not None:
                 self.record = record
             if record is not None or not self._is_written:
-                late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, self._delay_text())
+                waits = f"is not written after {BLOCKED_S:g} s; decisions of the driver wait for the record"
+                late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, f"{self._directory.path} {waits}")
                 self._note(await in_thread(self._write, self.record, may_stay))
                 late.cancel()
 
@@ -410,14 +401,6 @@ class Keeper:
                 f"{self._directory.path} could not be written ({failure}); until then no new driver can reattach"
             )
         self._is_written = not failure
-
-    def _delay_text(self) -> str:
-        return (
-            f"{self._directory.path} is not written after {BLOCKED_S:g} s; decisions of the driver wait for the record"
-        )
-
-
-# ------------------------------------------------------------------------------------------------------------- reattach
 
 
 def lost_hosts(events: Iterable[t.Event]) -> list[str]:

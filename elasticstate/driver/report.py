@@ -33,9 +33,6 @@ from elasticstate.writing import Writer
 if TYPE_CHECKING:
     from elasticstate.driver.dashboard.server import Dashboard
 
-# --------------------------------------------------------------------------------------------------------------- report
-
-
 Fields = Mapping[str, Any]
 
 _MOST_FAILURES = 1000  # limit of the failures that are kept
@@ -97,7 +94,8 @@ class Report:
             "straggler": _straggler,
             "hang": _hang,
             "no_tick": lambda f: f"warning: {f['text']}",
-            "no_tick_ended": _no_tick_ended,
+            # the other ends of a standstill have lines of their own
+            "no_tick_ended": lambda f: f["goes_on"] and f"{f['reason']} after {f['seconds']:.0f} s without a tick",
             "straggler_ended": lambda f: f"straggler {_slot_name(f['worker'])} (rank {f['rank']}): {f['reason']}",
             "driver_restarted": _driver_restarted,
             "durable_copy": _durable_copy,
@@ -328,11 +326,6 @@ def _hang(f: event_file.Hang) -> str:
     return "; ".join([f"generation {f['ended']} hung: {f['text']}", *stacks[:_SHOWN]])
 
 
-def _no_tick_ended(f: event_file.NoTickEnded) -> str:
-    """Return a line if ticks go on. The other ends have lines of their own."""
-    return f"{f['reason']} after {f['seconds']:.0f} s without a tick" if f["goes_on"] else ""
-
-
 def _innermost(stack: str) -> str:
     """Return the last frame of a stack."""
     frames = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
@@ -408,7 +401,7 @@ class ReplicationSums:
             self._count(shards.replication.since, now)
         self._sums, before, self._sent_bytes = _Sums(), self._sent_bytes, sent
         event: event_file.Replication = {
-            "commit": _listed(shards.replicated),
+            "commit": None if shards.replicated is None else list(shards.replicated),
             "age_s": None if self._newest_since is None else round(max(sums.age_s, now - self._newest_since), 6),
             "replicated": sums.replicated,
             "failed": sums.failed,
@@ -436,10 +429,6 @@ class ReplicationSums:
     def _count(self, since: float, now: float) -> None:
         self._sums.seconds += now - max(since, self._counted_until)
         self._counted_until = now
-
-
-def _listed(commit: CommitId | None) -> list[int] | None:
-    return None if commit is None else list(commit)
 
 
 # ------------------------------------------------------------------------------------------------------- launch results
@@ -548,7 +537,8 @@ class LaunchResults:
     def write(self, outcome: Outcome, failures: Sequence[WorkerFailure]) -> None:
         """Write the outcome, for which ``launch()`` waits. Raises OSError."""
         cause = failure_of(outcome.root_cause) if outcome.root_cause is not None else None
-        if cause is not None and cause.host is not None and not any(_same_end(cause, end) for end in failures):
+        known = {(end.host, end.slot, end.generation) for end in failures}
+        if cause is not None and cause.host is not None and (cause.host, cause.slot, cause.generation) not in known:
             failures = [*failures, cause]  # the job was over before the driver received this worker's end
         launch_outcome = LaunchOutcome(outcome.status, outcome.word, self._ranks, cause, tuple(failures))
         directory = open_directory(self._directory)
@@ -556,7 +546,3 @@ class LaunchResults:
             write_file(directory, OUTCOME_FILE, msgspec.json.encode(launch_outcome))
         finally:
             os.close(directory)
-
-
-def _same_end(a: WorkerFailure, b: WorkerFailure) -> bool:
-    return (a.host, a.slot, a.generation) == (b.host, b.slot, b.generation)

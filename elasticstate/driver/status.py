@@ -67,9 +67,6 @@ class CopyTotals:
         return (self.sent_bytes - samples[0][1]) / (now - samples[0][0])
 
 
-# ------------------------------------------------------------------------------------------------------ shards overview
-
-
 class ReplicationOverview(Struct, frozen=True):
     """Replication in progress of one commit."""
 
@@ -168,9 +165,6 @@ def _has_failed(m: Membership, now: float) -> bool:
     return m.shards.replication is None and m.shards.failures > 0 and m.shards.not_before > now
 
 
-# --------------------------------------------------------------------------------------------------------------- status
-
-
 def status_text(
     job: str,
     m: Membership,
@@ -259,9 +253,6 @@ class DurableFigures:
         yield f"{newest}{size}; {self.saved} saved, {self.failed} failed"
         if self.trouble:
             yield f"the last attempt failed: {self.trouble}"
-
-
-# ------------------------------------------------------------------------------------------------------------- overview
 
 
 HOST_STATES = ("joined", "starting", "draining", "cooldown", "lost", "removed")

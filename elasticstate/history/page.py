@@ -67,9 +67,6 @@ def _labels(runs: Sequence[JobHistory]) -> list[str]:
     return labels
 
 
-# ------------------------------------------------------------------------------------------------------------- values
-
-
 def duration(seconds: float | None) -> str:
     """Return ``0.094 s``, ``12.3 s``, ``2 min 05 s`` or ``3 h 07 min``."""
     if seconds is None:
@@ -159,9 +156,6 @@ def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[TableRow]:
         cells = ["-" if s is None else f"{duration(s)} ({s / wall:.1%})" for s, wall in found]
         rows.append(TableRow(name.replace("_", " "), cells))
     return rows
-
-
-# --------------------------------------------------------------------------------------------------------------- jobs
 
 
 class _FailureGroup(NamedTuple):

@@ -185,9 +185,6 @@ def short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-# ------------------------------------------------------------------------------------------------------------- points
-
-
 def _clock(longest_s: float) -> Clock:
     unit, seconds = ("h", 3600.0) if longest_s > 3 * 3600 else ("min", 60.0) if longest_s > 180 else ("s", 1.0)
     return Clock(unit, seconds, longest_s / seconds)
@@ -208,9 +205,6 @@ def thinned_list(values: list[Any], most: int) -> list[Any]:
 
 def columns(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-# ---------------------------------------------------------------------------------------------------------------- plots
 
 
 _MOST_CAUSES = 12  # of badput

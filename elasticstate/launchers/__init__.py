@@ -24,7 +24,6 @@ from typing import Protocol
 import msgspec
 
 from elasticstate import processes
-from elasticstate.errors import OptionError
 from elasticstate.failures import how_it_ended
 from elasticstate.net.messages import Launch
 from elasticstate.net.names import is_this_machine
@@ -103,13 +102,7 @@ class HostLaunchers:
 
 
 def _launcher(name: str, options: Options) -> Launcher:
-    kind = plug_in("--launcher", GROUP, LAUNCHERS, name)
-    if not (isinstance(kind, type) and issubclass(kind, Launcher)):
-        raise OptionError(
-            f"--launcher: {name!r}: the entry point does not name a subclass of elasticstate.launchers.Launcher. Mend "
-            "its package."
-        )
-    return kind(options)
+    return plug_in("--launcher", GROUP, LAUNCHERS, name, Launcher)(options)
 
 
 # --------------------------------------------------------------------------------------------------------- this machine
@@ -175,36 +168,6 @@ class LocalLauncher(Launcher):
         return LocalAgent(launch)
 
 
-class LocalAgent:
-    """An agent's process on this machine, with all processes that must end with it."""
-
-    is_local = True
-
-    def __init__(self, launch: Launch) -> None:
-        """Start the process. Raises OSError if that fails."""
-        self._process = agent_process()
-        self._mark = agent_variable(launch.socket)
-        processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
-        send_parameters(self._process, launch)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def ended(self) -> str:
-        await processes.ended_child(self.pid)
-        return how_it_ended(await in_thread(self._process.wait))  # the kernel may wait for locks of /proc
-
-    def kill(self) -> None:
-        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
-        if self._process.returncode is None:
-            self._process.kill()
-
-    async def clear(self) -> None:
-        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
-        await in_thread(processes.kill_marked, *self._mark)
-
-
 class AdoptedAgent:
     """An agent on this machine that the previous driver has started."""
 
@@ -227,6 +190,29 @@ class AdoptedAgent:
     async def clear(self) -> None:
         """Send SIGKILL to all processes that its workers have started, even in other sessions."""
         await in_thread(processes.kill_marked, *self._mark)
+
+
+class LocalAgent(AdoptedAgent):
+    """An agent's process on this machine, with all processes that must end with it."""
+
+    def __init__(self, launch: Launch) -> None:
+        """Start the process. Raises OSError if that fails."""
+        self._process = agent_process()
+        self._mark = agent_variable(launch.socket)
+        processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
+        send_parameters(self._process, launch)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> str:
+        await processes.ended_child(self.pid)
+        return how_it_ended(await in_thread(self._process.wait))  # the kernel may wait for locks of /proc
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
 
 
 class DialledIn:

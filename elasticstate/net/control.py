@@ -11,7 +11,6 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -47,7 +46,7 @@ class Stream(asyncio.Protocol):
         self._pending = bytearray()
         self._reason = ""
         self._first_done: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self.received_at = self._loop.time()
 
     # ----------------------------------------------------------------------------------------------- for its subclass
@@ -99,30 +98,26 @@ class Stream(asyncio.Protocol):
 
     async def first_received(self) -> None:
         """Wait until the first message has been received and handled, or the connection has ended."""
-        await asyncio.wait({self._first_done, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._first_done, self.ended}, return_when=asyncio.FIRST_COMPLETED)
 
     async def closed(self) -> None:
         """Wait until the connection has ended."""
-        await asyncio.wait({self._ended})
-
-    def when_closed(self, callback: Callable[[], object]) -> None:
-        self._ended.add_done_callback(lambda _: callback())
+        await asyncio.wait({self.ended})
 
     @property
     def local_address(self) -> str:
         """The address of this end. Raises ConnectionError when the connection has ended."""
-        if self._transport is None:
-            raise ConnectionError(self._reason)
-        address: str = self._transport.get_extra_info("sockname")[0]
-        return address
+        return self._address("sockname")
 
     @property
     def peer_address(self) -> str:
         """The address of the other end. Raises ConnectionError when the connection has ended."""
+        return self._address("peername")
+
+    def _address(self, end: str) -> str:
         if self._transport is None:
             raise ConnectionError(self._reason)
-        address: str = self._transport.get_extra_info("peername")[0]
-        return address
+        return str(self._transport.get_extra_info(end)[0])
 
     # ------------------------------------------------------------------------------------------------------ for asyncio
 
@@ -151,11 +146,11 @@ class Stream(asyncio.Protocol):
 
     def give_up(self) -> None:
         """End: the handshake has failed, so ``connection_lost`` is never called."""
-        self._ended.set_result(None)
+        self.ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._ended.set_result(None)
+        self.ended.set_result(None)
         self._reason = self._reason or (reason_of(error) if error is not None else "the peer has closed the connection")
         self.lost(self._reason)
 
@@ -182,9 +177,6 @@ def reason_of(error: BaseException) -> str:
             return "connection refused: no process listens at this port"
         case _:
             return str(error) or type(error).__name__
-
-
-# -------------------------------------------------------------------------------------------------------------- control
 
 
 _NEXT_ADDRESS_S = 0.25  # RFC 8305
@@ -352,7 +344,7 @@ class ControlServer:
         stream = AgentStream(self._owner, peer, self._version)
         loop = asyncio.get_running_loop()
         self._streams.add(stream)
-        stream.when_closed(lambda: self._streams.discard(stream))
+        stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
         try:
             await loop.connect_accepted_socket(
                 lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._strangers.timeout_s

@@ -28,9 +28,6 @@ from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 
-# ----------------------------------------------------------------------------------------------------------------- link
-
-
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
 _CUT = "\n... cut ...\n"
 _MOST_DESCRIPTORS = 5

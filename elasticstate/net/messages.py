@@ -174,9 +174,6 @@ ToWorkerBody = (
 )
 
 
-# ----------------------------------------------------------------------------------------------------- durable messages
-
-
 class DurablePart(Message, frozen=True):
     """A commit of a slot, of this or another host, that becomes a part of a durable copy."""
 
@@ -232,9 +229,6 @@ class DurableFailed(Message, frozen=True):
     folder: str
     kind: str
     reason: str
-
-
-# ------------------------------------------------------------------------------------------------------------- messages
 
 
 PROTOCOL_VERSION = 1

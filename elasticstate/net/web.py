@@ -16,8 +16,6 @@ from typing import cast
 from elasticstate.net.names import is_loopback
 from elasticstate.net.trust import BACKLOG, LocalPeers, Strangers
 
-# ------------------------------------------------------------------------------------------------------------ listening
-
 
 def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens at this address; port 0: any port. Raises OSError."""
@@ -28,9 +26,6 @@ def port_of(listening: socket.socket) -> int:
     """Return the port of a socket."""
     port: int = listening.getsockname()[1]
     return port
-
-
-# ------------------------------------------------------------------------------------------------------------- web port
 
 
 MOST_HEADER_BYTES = 16 * 1024

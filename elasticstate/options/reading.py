@@ -66,10 +66,10 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
         if text is None:
             source, text = _horovod_text(name, environ)
         if text is not None:
-            values[name] = _value(source, text, option.kind)
+            values[name] = value_of(source, text, option.kind)
     variable, text = _horovod_text("timeline_mark_cycles", environ)
     if (text := given.get("timeline_mark_cycles") or text) is not None:
-        values["timeline_mark_cycles"] = _value(variable, text, kinds.FLAG)
+        values["timeline_mark_cycles"] = value_of(variable, text, kinds.FLAG)
     return values
 
 
@@ -81,7 +81,8 @@ def _horovod_text(name: str, environ: Mapping[str, str]) -> tuple[str, str | Non
     return variable, environ.get(variable) or None
 
 
-def _value(source: str, text: str, kind: kinds.Kind) -> Any:
+def value_of(source: str, text: str, kind: kinds.Kind) -> Any:
+    """Return the value that a text of this source means. Raises OptionError."""
     try:
         return kind.parse(text)
     except ValueError:
