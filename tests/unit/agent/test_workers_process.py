@@ -159,7 +159,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from elasticstate.agent.worker_output import Audience, Outputs
 from elasticstate.options import Options
 from elasticstate.core.types import WorkerId
-from test_worker_process import started
+from test_workers_process import started
 
 async def main():
     worker = WorkerId("h", 0, 1)
