@@ -653,12 +653,23 @@ def histories(
 
 
 # --------------------------------------------------------------------------------------------------------------- shares
-# Accounts of time for the report.
+# Accounts of time for the report: the event's own account, or what older events have.
 
 
 def parts_of(run: JobHistory) -> Shares | None:
-    """Return the account of a finished job; None without one."""
-    return None if run.finished is None else shares_of(run.finished)
+    """Return the account of a finished job; None without one. Without an account in the event, the parts are goodput,
+    downtime and other time."""
+    e = run.finished
+    if e is None:
+        return None
+    found = shares_of(e)
+    share = number(e, "goodput")
+    if found is not None or share is None:
+        return found
+    wall_s = e["time"] - run.began
+    goodput, downtime = share * wall_s, e["downtime_s"] or 0.0
+    parts = {"goodput": goodput, "downtime": downtime, "other": max(0.0, wall_s - goodput - downtime)}
+    return Shares(wall_s, parts)
 
 
 def share_names(accounts: Iterable[Shares]) -> list[str]:
