@@ -24,6 +24,7 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import entry_points
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -80,29 +81,33 @@ def use_gloo_address(address: Callable[[], str], warn: Callable[[str], None]) ->
     create: Any = gloo.__init__
 
     def create_at_address(group: Any, store: Any, rank: int, size: int, *more: Any, **kwargs: Any) -> None:
-        given = [*more, *kwargs.values()]
-        if (
-            len(given) > 1
-            or not all(isinstance(value, timedelta) for value in given)
-            or (options := _gloo_options(gloo, address(), warn)) is None
-        ):
+        settings = {**dict(zip_longest(_GLOO_ARGUMENTS[: len(more)], more, fillvalue="a further argument")), **kwargs}
+        has_options = any(isinstance(value, getattr(gloo, "_Options", ())) for value in settings.values())
+        options = None if has_options else _gloo_options(gloo, address(), settings, warn)
+        if options is None:
             create(group, store, rank, size, *more, **kwargs)
-            return
-        if given:
-            options._timeout = given[0]
-        create(group, store, rank, size, options)
+        else:
+            create(group, store, rank, size, options)
 
     _set(gloo, "__init__", create_at_address)
     return lambda: _set(gloo, "__init__", create)
 
 
-def _gloo_options(gloo: Any, address: str, warn: Callable[[str], None]) -> Any:
-    """Return options for a group that listens at ``address``; None if that is impossible."""
+_GLOO_ARGUMENTS = ("timeout", "enable_reconfigure")  # after store, rank and size; torch 2.14 added the second
+
+
+def _gloo_options(gloo: Any, address: str, settings: dict[str, Any], warn: Callable[[str], None]) -> Any:
+    """Return options for a group with these settings that listens at ``address``; None if that is impossible."""
     if not address:
         return None
     try:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
+        for name, value in settings.items():
+            field = "_timeout" if name == "timeout" else name
+            if value or hasattr(options, field):
+                getattr(options, field)  # an unknown one is an error
+                setattr(options, field, value)
     except AttributeError as error:
         effect = "Gloo uses the address to which the name of the host resolves"
         warn_absent("torch", f"torch.distributed.ProcessGroupGloo with {error.name}", effect)

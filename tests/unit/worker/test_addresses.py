@@ -60,6 +60,26 @@ def test_gloo_listens_at_the_address_of_the_host(clean: pytest.MonkeyPatch, addr
     assert listening(lambda: dist.ProcessGroupGloo(HashStore(), 0, 1, timeout=LIMIT)) == {address}
 
 
+def test_arguments_that_torch_may_add_are_kept_or_a_warning(
+    clean: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    create: Any = dist.ProcessGroupGloo.__init__
+    seen: list[dict[str, Any]] = []
+
+    def of_later_torch(group: Any, store: Any, rank: int, size: int, *options: Any, **kwargs: Any) -> None:
+        seen.append(kwargs)
+        create(group, store, rank, size, *(options or [LIMIT]))
+
+    clean.setattr(dist.ProcessGroupGloo, "__init__", of_later_torch)
+    make: Any = dist.ProcessGroupGloo
+    addresses.use_for_gloo("127.0.0.2")
+    assert listening(lambda: make(HashStore(), 0, 1, timeout=LIMIT, later=False)) == {"127.0.0.2"}
+    assert not caplog.text
+    assert listening(lambda: make(HashStore(), 0, 1, timeout=LIMIT, later=True)) != {"127.0.0.2"}
+    assert seen == [{}, {"timeout": LIMIT, "later": True}]
+    assert "has no torch.distributed.ProcessGroupGloo with later, so Gloo uses the address to which" in caplog.text
+
+
 def test_all_groups_of_torch_listen_there(clean: pytest.MonkeyPatch) -> None:
     addresses.use_for_gloo("127.0.0.2")
     start = lambda: dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)  # noqa: E731
