@@ -68,6 +68,22 @@ def test_digits_reaches_its_accuracy_alone(template: Template, tmp_path: Path) -
     assert float(accuracy[-1]) >= 0.95
 
 
+def test_the_job_of_readme_survives_a_killed_worker(tmp_path: Path) -> None:
+    losses = tmp_path / "losses"
+    command = [sys.executable, str(EXAMPLES / "gpt.py"), "--steps", "30", "--pace", "0.4", "--losses", str(losses)]
+    with Job(tmp_path, "-np", "4", "--min-np", "2", command=command) as job:
+        job.wait_for("a step", lambda: losses.exists() and losses.read_text())
+        job.kill(2)
+        lines = (
+            r"generation 1: 4 workers on 1 host",
+            r"localhost:\d \(rank 2\) ended: SIGKILL",
+            r"generation 2: 3 workers on 1 host; lost: localhost:\d \(SIGKILL\); training resumed after [\d.]+ s",
+            r"generation 3: 4 workers on 1 host; joined: localhost:\d; training resumed after [\d.]+ s",
+        )
+        job.finish()
+        assert [line for line in lines if not re.search(line, job.output)] == []
+
+
 def test_the_demo_survives_what_is_done_to_it() -> None:
     output = run(sys.executable, EXAMPLES / "demo.py")
     assert re.search(r"accuracy[^0-9]*0\.9[5-9]", output), output

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment
 
 from elasticstate import compat
 from elasticstate.compat import libraries
+
+pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+environments = pytest.importorskip("lightning.fabric.plugins.environments")
 
 
 @pytest.fixture
@@ -25,7 +26,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 @pytest.mark.filterwarnings("ignore::Warning:lightning")
 def test_the_names_are_those_of_the_installed_lightning(warnings: pytest.LogCaptureFixture) -> None:
-    environment = LightningEnvironment()  # else Lightning initialises MPI, if that is installed, to ask for its size
+    environment = (
+        environments.LightningEnvironment()
+    )  # else Lightning initialises MPI, if that is installed, to ask for its size
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, plugins=environment)
     libraries.keep_signal_handlers(trainer)
     trainer.fit_loop._restarting = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -140,9 +139,7 @@ def _add_to_data(tensor: torch.Tensor) -> None:
     tensor.data.add_(1)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    add_to_data = torch.jit.script(_add_to_data)
+add_to_data = torch.jit.script(_add_to_data)
 
 
 def test_a_write_that_nothing_detects_beforehand_is_found_in_the_samples(two: Member) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -327,9 +326,7 @@ def _add_to_data(tensor: torch.Tensor) -> None:
     tensor.data.add_(1)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which users have
-    add_to_data = torch.jit.script(_add_to_data)
+add_to_data = torch.jit.script(_add_to_data)
 
 
 def _bytes(value: Any) -> bytes:

@@ -15,9 +15,10 @@ from elasticstate.worker import new_process
 from tests.kit import forks
 
 SCRIPT = """
-import gc, os, sys, torch, torch.distributed as dist
+import gc, os, sys, warnings, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 child = os.fork()
 if child == 0:
