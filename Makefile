@@ -8,10 +8,10 @@ INSTALLED := .venv/.installed-$(VERSION)
 DEMO := .venv/.demo-$(VERSION)
 INSTALL := $(BIN)/pip install --constraint constraints.txt
 
-.PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint size hosts wheels
+.PHONY: help setup demo docs test test-versions chaos bench bench-gpu check-gpu lint size hosts wheels
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(INSTALLED)  ## make .venv: the package (editable, its native module compiled) and the tools of development
 
@@ -36,6 +36,9 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, 
 
 test: setup  ## lint and all tests; the last lines name what failed
 	@$(BIN)/python tests/run.py
+
+test-versions:  ## chosen tests on several versions of torch and Python: make test-versions PAIRS="2.6+3.10 2.15+3.12"; ALL=1: all unit tests
+	@$(PYTHON) tests/versions.py $(PAIRS) $(if $(ALL),--all)
 
 chaos: setup  ## 10,000 simulated schedules; the long versions of tests; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/simulation tests/unit/state/test_tick_record_programs.py tests/unit/state/test_snapshot_programs.py --schedules 10000
