@@ -1,4 +1,4 @@
-"""Private names of tensors. Checked with torch 2.13.
+"""Private names of tensors. Checked with torch 2.6 to 2.15.
 
 - ``torch._foreach_copy_``: copies many tensors in one call; 100 small ones in less than half the time of single copies
   (on a CPU), and with one kernel instead of 100 on a GPU.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elasticstate._native import counters_of, integers_of
-from elasticstate.compat import warn_absent
+from elasticstate.compat import warn_absent, warn_unchecked
 
 _foreach_copy: Any = getattr(torch, "_foreach_copy_", None)
 
@@ -132,7 +132,7 @@ def _read(memory: int, address: int, layout: str) -> tuple[int, ...] | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- aliases
-# Detection of writes that torch's version counter does not count. Checked with torch 2.13.
+# Detection of writes that torch's version counter does not count. Checked with torch 2.6 to 2.15: ``can_watch``.
 #
 # A write through ``tensor.data``, a numpy array, a storage, DLPack or a collective changes no version. Each of these
 # needs a *handle* first: another object that refers to the tensor's memory. This module detects who asks for a handle
@@ -186,11 +186,14 @@ _is_installed = False
 
 
 def can_watch() -> bool:
-    """Return True if the installed torch has all names that the detection needs; else warn once."""
+    """Return True if the installed torch was checked, and has all names that the detection needs; else warn once."""
+    effect = "a failure repeats the steps since the last commit"
+    if warn_unchecked("torch", effect):  # it may have ways to write that no version counts
+        return False
     if _use_count is not None and hasattr(torch.Tensor, "_version"):
         return True
     name = "torch.Tensor._version" if _use_count is not None else "torch._C._storage_Use_Count"
-    warn_absent("torch", name, "a failure repeats the steps since the last commit")
+    warn_absent("torch", name, effect)
     return False
 
 

@@ -490,7 +490,7 @@ class TickRecords:
     def _new_plan(self, captured: Captured) -> TickPlan:
         self._plan = None
         if not torch_tensors.can_watch():
-            raise NotSupported("the installed torch lacks a function")
+            raise NotSupported("tick records do not work with the installed torch")
         watch_steps()
         plan = TickPlan(captured, self._live._owned(), self._changing)
         plan.watch()

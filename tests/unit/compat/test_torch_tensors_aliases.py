@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from elasticstate import compat
 from elasticstate.compat import torch_tensors
 from elasticstate.compat.torch_tensors import version_of
 
@@ -201,6 +203,19 @@ def test_replaced_attributes_can_be_compiled(backend: str) -> None:
 
     found = torch.compile(double, backend=backend, fullgraph=True)(torch.ones(3))
     assert found.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("version", "works"), [("2.5.1", False), ("2.6.0+cu124", True), ("2.15.1", True)])
+def test_tick_records_are_off_with_a_torch_that_was_not_checked(
+    version: str, works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "_installed", lambda library: version)
+    compat.warn_unchecked.cache_clear()
+    with caplog.at_level(logging.WARNING, "elasticstate"):
+        assert [torch_tensors.can_watch() for _ in range(2)] == [works, works]
+    compat.warn_unchecked.cache_clear()
+    expected = f"checked with torch 2.6 to 2.15, and not with {version}, so a failure repeats the steps"
+    assert [expected in record.getMessage() for record in caplog.records] == [True] * (not works)
 
 
 def test_the_names_exist() -> None:
