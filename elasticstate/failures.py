@@ -24,6 +24,11 @@ NO_GROUP_HINT = (
     "DistributedDataParallel there, and call torch.distributed there. A script without run calls init_process_group()."
 )
 """End of the error of a worker that expected a world, or a process group, where none exists."""
+NO_STDIN_HINT = (
+    "This worker has no terminal. A single worker that elasticrun starts on its own machine reads the terminal, and of "
+    "several the one of --debug-rank R. Elsewhere call debugpy.listen() in the script, and attach an editor."
+)
+"""End of the error of a worker that wanted to read from a person."""
 
 
 def signal_name(number: int) -> str:

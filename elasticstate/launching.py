@@ -71,6 +71,11 @@ def launch(
     packed, command = _payload(fn, *_arguments(args, kwargs))
     given = {"np": np, "min_np": min_np, "max_np": max_np, "hosts": hosts, **options}
     chosen = read_options(dict(_texts(given)), command)
+    if chosen.debug_rank is not None:
+        raise OptionError(
+            f"--debug-rank: {chosen.debug_rank}: the workers of launch() have no terminal. Start the script with "
+            "elasticrun, or call debugpy.listen() in the function and attach an editor."
+        )
     directory = tempfile.mkdtemp(prefix="elasticstate-launch-", dir=temporary_directory())
     os.chmod(directory, 0o700)  # the caller's umask may take the owner's access away
     opened = open_directory(directory)  # all data to unpickle is read through this descriptor

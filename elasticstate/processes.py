@@ -250,6 +250,23 @@ def is_at_work(pid: int) -> bool:
     return False
 
 
+_READ = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "read")  # number of the system call read(2)
+
+
+def reads_stdin(pid: int) -> bool:
+    """Return True if a thread of a process, or of one of its descendants, waits in read(2) for stdin.
+
+    See proc_pid_syscall(5). False on other processors than x86-64 and arm64.
+    """
+    with suppress(OSError):  # it has ended
+        for task in Path("/proc", str(pid), "task").iterdir():
+            if (task / "syscall").read_text().startswith(f"{_READ} 0x0 "):
+                return True
+            if any(map(reads_stdin, map(int, (task / "children").read_text().split()))):
+                return True
+    return False
+
+
 def kill_session(session: int, cleanup_s: float = 0.0) -> None:
     """Kill every process of a session, including its other process groups and new children.
 

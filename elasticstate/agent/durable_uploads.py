@@ -193,7 +193,7 @@ class DurableUploads:
         readable = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         messages, pipe = os.pipe()
         try:
-            process = start_command(command, self._job.environment(), "/", readable, pipe)
+            process = start_command(command, self._job.environment(), "/", subprocess.DEVNULL, readable, pipe)
         except BaseException:
             os.close(messages)
             raise

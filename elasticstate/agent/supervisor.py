@@ -15,6 +15,7 @@ from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import CallReport, CopyFigures, WatchCalls
 from elasticstate.net import messages
 from elasticstate.net.messages import Place, Stamp
+from elasticstate.processes import reads_stdin
 
 if TYPE_CHECKING:
     from elasticstate.agent.host_job import HostJob
@@ -74,7 +75,7 @@ class Liveness:
             self._moved_at = now
 
     def move(self, now: float) -> None:
-        """Count the worker as making progress: it waits for this agent."""
+        """Count the worker as making progress: it waits for this agent, or for a person."""
         self._moved_at = now
 
     def set_lease(self, until_ns: int) -> None:
@@ -284,7 +285,7 @@ class Supervisor:
     def _judge(self, now: float) -> None:
         for handle in self._handles.values():
             handle.liveness.look(now)
-            if handle.waits:
+            if handle.waits or (handle.has_stdin and reads_stdin(handle.process.pid)):
                 handle.liveness.move(now)
             reason = handle.liveness.verdict(now, self._options.heartbeat_timeout_s) or self._hangs(handle, now)
             if reason:

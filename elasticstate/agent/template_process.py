@@ -24,7 +24,7 @@ from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
 from elasticstate.failures import how_it_ended
 from elasticstate.machine import is_python, is_this_python
-from elasticstate.net.link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
+from elasticstate.net.link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, StandardDescriptors, TemplateLink
 from elasticstate.processes import (
     CLEANUP_S,
     children_that_ended,
@@ -60,6 +60,7 @@ def start_command(
     command: Sequence[str],
     environment: Mapping[str, str],
     directory: str,
+    stdin: int,
     stdout: int,
     stderr: int,
     pass_fds: Collection[int] = (),
@@ -67,7 +68,7 @@ def start_command(
     """Start a new process that ends with this one. Raises OSError if that fails."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid()), str(descriptors_given()), *command],
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         env=dict(environment),
@@ -168,7 +169,7 @@ class Template:
             f"--preload {module}: {reason}. Workers fork from a template process that does not import {module}"
         )
 
-    async def fork(self, request: ForkRequest, stdout: int, stderr: int) -> ForkedChild:
+    async def fork(self, request: ForkRequest, descriptors: StandardDescriptors) -> ForkedChild:
         """Start a worker with these descriptors. Raises TemplateError.
 
         The first workers wait for the imports, also for those without a module. After a death of the process, workers
@@ -176,7 +177,7 @@ class Template:
         """
         try:
             process = await self._ready_process()
-            child = await self._while_alive(process, process.fork(request, stdout, stderr))
+            child = await self._while_alive(process, process.fork(request, descriptors))
         except OSError as error:
             raise TemplateError(str(error)) from error
         self._deaths = 0
@@ -235,6 +236,7 @@ class _Process:
                 [sys.executable, str(_PROGRAM), str(child_end), str(os.getpid()), *arguments, _PADDING],
                 {**environment, PADDING_VARIABLE: _PADDING},
                 directory,
+                subprocess.DEVNULL,
                 subprocess.PIPE,  # as for a worker: Python looks at the kind of file when it starts
                 subprocess.STDOUT,
                 [child_end],
@@ -276,9 +278,9 @@ class _Process:
         await self._answering
         return "" if self.ready.result() == READY else self.ready.result()
 
-    async def fork(self, request: ForkRequest, stdout: int, stderr: int) -> ForkedChild:
+    async def fork(self, request: ForkRequest, descriptors: StandardDescriptors) -> ForkedChild:
         """Fork a worker. Raises OSError (also ConnectionError) if the process has ended."""
-        answer = self._link.request(request, stdout, stderr)
+        answer = self._link.request(request, descriptors)
         try:
             pid = await answer.receive()
             answer.go()

@@ -30,7 +30,7 @@ _ENDS = ("out", "err")  # suffixes of log files
 
 
 class Tagger:
-    """Puts a tag before each line. An incomplete line is kept back."""
+    """Puts a tag before each line. An incomplete line is kept back. Without a tag, output passes as it is."""
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
@@ -38,6 +38,8 @@ class Tagger:
 
     def feed(self, data: bytes) -> bytes:
         """Return the lines that are complete by now."""
+        if not self._tag:
+            return data
         lines = (self._rest + data).splitlines(keepends=True)  # a progress bar ends its lines with a carriage return
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         lines = [self._tag + line for line in lines]
@@ -148,14 +150,21 @@ class Outputs:
         self._pumps: dict[WorkerId, tuple[Pump, Pump]] = {}
         self._watch = Watch()
 
-    def pumps(self, worker: WorkerId, options: Options, audience: Audience) -> tuple[Pump, Pump]:
-        """Create the pumps for stdout and stderr of a new worker."""
-        tag = f"[{worker.slot_id}] "
+    def pumps(
+        self, worker: WorkerId, options: Options, audience: Audience, is_interactive: bool = False
+    ) -> tuple[Pump, Pump]:
+        """Create the pumps for stdout and stderr of a new worker.
+
+        ``is_interactive``: a person types answers to what the worker prints, so all of it is shown, and at once.
+        """
+        tag = "" if is_interactive else f"[{worker.slot_id}] "
+        if is_interactive:
+            audience = Audience(())
         logs = self._open_logs(worker, options.log_dir)
         (stdout,), (stderr,) = self._writers["stdout"], self._writers["stderr"]
         self._pumps[worker] = (
-            Pump(stdout, tag, logs[0], audience if options.tee & 1 else None),
-            Pump(stderr, tag, logs[1], audience if options.tee & 2 else None),
+            Pump(stdout, tag, logs[0], audience if options.tee & 1 or is_interactive else None),
+            Pump(stderr, tag, logs[1], audience if options.tee & 2 or is_interactive else None),
         )
         return self._pumps[worker]
 

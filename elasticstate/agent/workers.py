@@ -29,9 +29,9 @@ from elasticstate.agent.worker_output import Audience, Pump
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import CallReport, PlainPlace
 from elasticstate.errors import CommitStorageError
-from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
+from elasticstate.failures import NO_GROUP_HINT, NO_STDIN_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 from elasticstate.net import messages
-from elasticstate.net.link import AgentSocket, ForkRequest, StoreListener
+from elasticstate.net.link import AgentSocket, ForkRequest, StandardDescriptors, StoreListener
 from elasticstate.net.messages import STACKS_SIGNAL, STORE_JOINED, NextStore, PlainStoreJoined
 from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.options import WorkerEnvironment, plain_variables
@@ -122,6 +122,7 @@ class WorkerHandle:
     audience: Audience
     error_file: str  # name of the file to which the worker writes its last exception
     oom_kills: int  # counter of its memory cgroup when the worker started
+    has_stdin: bool  # of elasticrun
     joined: int = 0  # generation of the newest world sent to the worker
     lasting: list[tuple[float, messages.Report]] = field(default_factory=list)
     """Messages since then that a new driver needs, each with its time."""
@@ -201,7 +202,7 @@ class Workers:
         try:
             if order.fit_bytes:
                 await self._allocator.check_fits(worker.slot, order.fit_bytes)
-            handle = await self._start_worker(worker, order.reserve_bytes, place)
+            handle = await self._start_worker(order)
         except (OSError, ValueError, CommitStorageError) as error:
             self._job.log(f"could not start {worker}: {error}")
             self._report_exit(messages.WorkerExited(worker, 0, 127, None, f"could not be started: {error}"))
@@ -239,6 +240,8 @@ class Workers:
         self._socket.disconnect(process.worker)
         written = tracebacks.read(handle.error_file, self._storage.directory.fd)
         error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
+        if not handle.has_stdin and _WANTS_STDIN.search(error):
+            error = f"{error.rstrip()}\n{NO_STDIN_HINT}"
         end = (ending.exit_code, ending.signal, error, time_ns, handle.liveness.commits)
         self._report_exit(messages.WorkerExited(process.worker, process.pid, *end))
 
@@ -280,47 +283,52 @@ class Workers:
 
     # ------------------------------------------------------------------------------------------ start of processes
 
-    async def _start_worker(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> WorkerHandle:
+    async def _start_worker(self, order: messages.StartWorker) -> WorkerHandle:
         """Start a worker. Raises OSError, ValueError or CommitStorageError if that fails."""
-        options, storage = self._job.options, self._storage
+        options, storage, worker = self._job.options, self._storage, order.worker
+        stdin = self._job.launch.stdin if order.has_stdin else None
         try:
             liveness = Liveness(storage.files(worker.slot).page, storage.owner(worker.slot))
             storage.make_result(worker.slot)
             error_name = commits.error_file(worker.slot)
             tracebacks.forget(error_name, storage.directory.fd)
             audience = Audience(options.only_ranks)
-            pumps = self._job.outputs.pumps(worker, options, audience)
-            child, pipes = await self._start_process(self._environment(worker, reserve_bytes, place))
+            is_interactive = stdin is not None and options.is_interactive
+            pumps = self._job.outputs.pumps(worker, options, audience, is_interactive)
+            child, pipes = await self._start_process(
+                self._environment(worker, order.reserve_bytes, order.place), os.devnull if stdin is None else stdin
+            )
             process = WorkerProcess(worker, child, *pumps, pipes)
         except (OSError, ValueError, CommitStorageError):
             self._job.outputs.ended(worker)
             raise
-        return WorkerHandle(process, liveness, audience, error_name, count_oom_kills())
+        return WorkerHandle(process, liveness, audience, error_name, count_oom_kills(), stdin is not None)
 
-    async def _start_process(self, environment: dict[str, str]) -> tuple[Child, tuple[int, int]]:
-        """Start the process. Return it, with the ends from which to read its stdout and stderr."""
+    async def _start_process(self, environment: dict[str, str], source: str | int) -> tuple[Child, tuple[int, int]]:
+        """Start the process, with ``source`` as stdin. Return it, and the ends from which to read stdout and stderr."""
+        stdin = os.dup(source) if isinstance(source, int) else os.open(source, os.O_RDONLY)
         (out, stdout), (err, stderr) = os.pipe(), os.pipe()
         try:
-            return await self._child(environment, stdout, stderr), (out, err)
+            return await self._child(environment, (stdin, stdout, stderr)), (out, err)
         except BaseException:
             os.close(out)
             os.close(err)
             raise
         finally:
-            os.close(stdout)
-            os.close(stderr)
+            for descriptor in (stdin, stdout, stderr):
+                os.close(descriptor)
 
-    async def _child(self, environment: dict[str, str], stdout: int, stderr: int) -> Child:
+    async def _child(self, environment: dict[str, str], descriptors: StandardDescriptors) -> Child:
         command, directory = self._job.options.command, self._job.launch.directory
         if self._template is not None:
             try:
                 request = ForkRequest(tuple(command), directory, environment)
-                return await self._template.fork(request, stdout, stderr)
+                return await self._template.fork(request, descriptors)
             except TemplateError as error:
                 self._job.warn(
                     f"a worker starts as a new process, which imports torch anew: the template process {error}"
                 )
-        return start_command(for_new_process(command, directory, environment), environment, directory, stdout, stderr)
+        return start_command(for_new_process(command, directory, environment), environment, directory, *descriptors)
 
     def _environment(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> dict[str, str]:
         job = self._job
@@ -355,6 +363,9 @@ _NO_WORLD = re.compile(
     r"( expected, but not set|'$)",
     re.MULTILINE,
 )
+
+# breakpoint() and input() without a terminal. pdb ends as after its command q.
+_WANTS_STDIN = re.compile(r"^(bdb\.BdbQuit|EOFError: EOF when reading a line)$", re.MULTILINE)
 
 # DistributedDataParallel and most functions of torch.distributed. torch's own advice fits scripts without run only.
 _NO_GROUP = "Default process group has not been initialized"
@@ -479,10 +490,15 @@ class PlainStores:
         """Start the process that serves a store (worker/plain_store.py). Raises OSError."""
         environment = self._job.environment()
         command = (sys.executable, _PROGRAM, self._job.local_address, str(listener.port))
-        if self._template is not None:
-            with suppress(TemplateError):  # the workers' own starts have reported this
-                return await self._template.fork(ForkRequest(command, "/", environment), listener.fileno(), stderr)
-        return start_command(command, environment, "/", listener.fileno(), stderr)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            descriptors = (nothing, listener.fileno(), stderr)
+            if self._template is not None:
+                with suppress(TemplateError):  # the workers' own starts have reported this
+                    return await self._template.fork(ForkRequest(command, "/", environment), descriptors)
+            return start_command(command, environment, "/", *descriptors)
+        finally:
+            os.close(nothing)
 
     async def _read(self, pipe: int, generation: int) -> None:
         """Read what the process writes, until its end."""

@@ -39,13 +39,16 @@ def _check(texts: Mapping[str, str | None]) -> int:
 def _run(options: Options, must_reattach: bool = False) -> int:
     from elasticstate.driver.screen import screen_for
     from elasticstate.launchers import early_agent
+    from elasticstate.launchers.stdin import stdin_for, with_debugger
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()
+    if not must_reattach:
+        options = with_debugger(options)
     named = {without_case(parse_host(text, 1).name) for text in options.hosts}
     elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
     is_needed = not must_reattach and ("localhost" in named or not elsewhere)
-    with screen_for(options) as screen, early_agent(is_needed):
+    with screen_for(options) as screen, stdin_for(options) as stdin, early_agent(is_needed, stdin):
         return _drive(options, must_reattach, screen)
 
 

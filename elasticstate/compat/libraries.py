@@ -1,4 +1,4 @@
-"""Private names of Python 3.11, Accelerate 1.15.0, Transformers 5.24.0, Lightning 2.6 and Ray 2.60.
+"""Private names of Python 3.10 to 3.13, Accelerate 1.15.0, Transformers 5.24.0, Lightning 2.6 and Ray 2.60.
 
 Other libraries than Python's are imported inside of functions at most: a job uses one of them, and may not have the
 others. Tests in tests/unit/huggingface and tests/unit/compat check that the names exist.

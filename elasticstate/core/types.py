@@ -670,6 +670,7 @@ class StartWorker(Message, frozen=True):
     reserve_bytes: int = 0  # size of a commit of the job: storage to reserve while the worker boots
     place: PlainPlace | None = None  # None: the command is known to use ``run``
     fit_bytes: int = 0  # do not start it if its commits of this size do not fit: a world trains, and would end in vain
+    has_stdin: bool = False  # it reads what elasticrun reads (``--debug-rank``)
 
 
 class StopWorker(Message, frozen=True):

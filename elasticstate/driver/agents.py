@@ -319,6 +319,11 @@ class Agents:
 
     # ----------------------------------------------------------------------------------------- messages to the agents
 
+    def is_local(self, host: str) -> bool:
+        """Return True if this driver has started the agent of a host as a child on this machine."""
+        agent = self._agents.get(host)
+        return agent is not None and agent.process.is_local
+
     def pid_of(self, host: str) -> int | None:
         """Return the process id of a host's agent, as on that host."""
         agent = self._agents.get(host)

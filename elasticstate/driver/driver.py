@@ -87,6 +87,7 @@ class Driver:
         self._queue = EventQueue()
         self._live_line = LiveLine(screen, self._state)
         self._hurry = asyncio.Event()  # set by the second signal to stop
+        self._debugged: t.SlotId | None = None  # whose workers have --debug-rank's stdin, once that is known
         # made by _begin, when the driver holds the lock on the name of its job
         self._directory: JobDirectory
         self._source: HostSource
@@ -547,7 +548,36 @@ class Driver:
         members = m.world.members if m.world is not None else ()
         has_keeper = is_shared and any(member.worker.host == effect.worker.host for member in members)
         fit_bytes = size if isinstance(m.phase, Running) and not has_keeper else 0
-        return msgspec.structs.replace(effect, reserve_bytes=0 if is_shared else size, place=place, fit_bytes=fit_bytes)
+        return msgspec.structs.replace(
+            effect,
+            reserve_bytes=0 if is_shared else size,
+            place=place,
+            fit_bytes=fit_bytes,
+            has_stdin=self._has_stdin(effect),
+        )
+
+    def _has_stdin(self, effect: t.StartWorker) -> bool:
+        """Return True if a worker gets stdin: all in the slot that has ``--debug-rank`` in the first world.
+
+        The job fails if that is not on this machine.
+        """
+        rank, worker, place = self._options.debug_rank, effect.worker, effect.place
+        if rank is None or self._options.has_one_worker:
+            return rank is not None
+        if self._debugged is None and place is not None and place.rank == rank:
+            self._debugged = worker.slot_id
+            if self._agents.is_local(worker.host):
+                self._report.log(
+                    f"--debug-rank {rank}: {worker} reads the terminal; limits of waits are a week, or off"
+                )
+            else:
+                reason = (
+                    f"--debug-rank {rank}: the worker with this rank is on host {worker.host}, which cannot read this "
+                    "terminal. Give a rank of this machine, or run elasticrun there; or call "
+                    f"debugpy.listen(('0.0.0.0', 5678)) in the script, and attach an editor to {worker.host}:5678"
+                )
+                self._state.outcome = Outcome(1, "failed", t.RootCause(reason))
+        return worker.slot_id == self._debugged
 
     def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
         """Send each agent the orders for its slots."""

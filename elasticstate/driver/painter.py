@@ -98,9 +98,19 @@ class Painter:
         size, rows = self._size(), self._below + 1
         if not self._parts or self._unfinished or rows >= size.lines or size.columns < 2 or self._is_at_edge(size):
             return b""
+        if self._is_prompt:
+            return b""
         self._drawn = rows
         room = _INDEX * rows + b"\x1b[%dA" % rows
         return room + _SAVE + b"\x1b[%dB\r" % rows + _PLAIN + self._text(size.columns - 1) + _RESTORE
+
+    @property
+    def _is_prompt(self) -> bool:
+        """True if somebody may type an answer to the open line: no progress bar, which writes a line again and again.
+
+        The end of the answer moves the cursor to the next row, where the line would be.
+        """
+        return bool(self._open) and b"\r" not in self._open and not self._below
 
     def _is_at_edge(self, size: terminal_size) -> bool:
         """Return True if the next character goes to a new row, which a move of the cursor would prevent."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from elasticstate import processes
 from elasticstate.failures import how_it_ended
@@ -115,11 +116,17 @@ def _launcher(name: str, options: Options) -> Launcher:
 AGENT = "elasticstate.agent"
 
 _waiting: list[subprocess.Popen[bytes]] = []
+_stdins: list[int] = []  # for a worker of an agent of this machine; not more than one
 
 
 @contextmanager
-def early_agent(is_needed: bool) -> Iterator[None]:
-    """Start a process that imports the agent's modules. It ends with the context if no agent needs it."""
+def early_agent(is_needed: bool, stdin: int | None = None) -> Iterator[None]:
+    """Start a process that imports the agent's modules. It ends with the context if no agent needs it.
+
+    ``stdin``: a descriptor that this process, and all that become agents later, inherit for a worker.
+    """
+    if stdin is not None:
+        _stdins.append(stdin)
     if is_needed:
         with suppress(OSError):  # the start of an agent reports it
             _waiting.append(_start())
@@ -130,6 +137,12 @@ def early_agent(is_needed: bool) -> Iterator[None]:
             process.kill()
             process.communicate()
         _waiting.clear()
+        _stdins.clear()
+
+
+def inherited_stdin() -> int | None:
+    """Return the number of the descriptor that processes of :func:`agent_process` have for a worker."""
+    return _stdins[0] if _stdins else None
 
 
 def agent_process() -> subprocess.Popen[bytes]:
@@ -142,6 +155,7 @@ def _start() -> subprocess.Popen[bytes]:
         [sys.executable, "-m", AGENT],
         stdin=subprocess.PIPE,
         cwd=Path(__file__).parents[2],  # first in sys.path: the agent imports this very package
+        pass_fds=_stdins,
         start_new_session=True,  # Ctrl-C in the terminal is for the driver
     )
 
@@ -200,7 +214,7 @@ class LocalAgent(AdoptedAgent):
         self._process = agent_process()
         self._mark = agent_variable(launch.socket)
         processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
-        send_parameters(self._process, launch)
+        send_parameters(self._process, replace(launch, stdin=inherited_stdin()))
 
     @property
     def pid(self) -> int:

@@ -18,7 +18,7 @@ import socket
 import stat
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
@@ -159,7 +159,7 @@ class StorageLink:
         self._link.close()
 
 
-def _close(descriptors: list[int]) -> None:
+def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -387,8 +387,8 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 #
 # SOCK_SEQPACKET, one datagram is one message. The template sends IMPORTING with the name of each module of --preload
 # before it imports this; then READY, or the reason why it cannot serve: the fault of the named module, if any. Then
-# the agent sends one datagram for each worker, with four descriptors: the request (a memfd, as it may be long),
-# stdout, stderr, and a socket for the answer to this one request.
+# the agent sends one datagram for each worker, with five descriptors: the request (a memfd, as it may be long),
+# stdin, stdout, stderr, and a socket for the answer to this one request.
 #
 # On the answer's socket, the new worker sends its process id, and waits for GO. The end of the socket means: the
 # other end has given up. So a worker that nobody expects any more never runs its script.
@@ -400,7 +400,9 @@ PADDING_VARIABLE = "ELASTICSTATE_PADDING"  # space at the end of the template's 
 _GO = b"go"
 _FORK = b"fork"
 _MOST_BYTES = 64 * 1024
-_DESCRIPTORS = 4
+_DESCRIPTORS = 5
+StandardDescriptors = tuple[int, int, int]
+"""A worker's stdin, stdout and stderr."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -446,7 +448,7 @@ class TemplateLink:
         """Return IMPORTING and a module, READY, the reason why the template cannot serve, or "" if it has ended."""
         return (await _receive(self._socket)).decode(errors="replace")
 
-    def request(self, request: ForkRequest, stdout: int, stderr: int) -> PendingFork:
+    def request(self, request: ForkRequest, descriptors: StandardDescriptors) -> PendingFork:
         """Request a worker. Raises OSError if the template has ended, or does not read its requests."""
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mine.setblocking(False)
@@ -454,7 +456,7 @@ class TemplateLink:
         packed = os.memfd_create("elasticstate-fork")
         try:
             _write_all(packed, msgspec.msgpack.encode(request))
-            socket.send_fds(self._socket, [_FORK], [packed, stdout, stderr, other.fileno()])
+            socket.send_fds(self._socket, [_FORK], [packed, *descriptors, other.fileno()])
         except OSError:
             answer.close()
             raise
@@ -485,7 +487,8 @@ class ReceivedRequest:
 
     def __init__(self, request: ForkRequest, descriptors: Sequence[int]) -> None:
         self.request = request
-        self.stdout, self.stderr, answer = descriptors
+        *standard, answer = descriptors
+        self.standard = tuple(standard)  # stdin, stdout, stderr
         self._answer = socket.socket(fileno=answer)
 
     def begin(self) -> bool:
@@ -499,8 +502,7 @@ class ReceivedRequest:
     def close(self) -> None:
         """Close the descriptors of the request in this process."""
         self._answer.close()
-        os.close(self.stdout)
-        os.close(self.stderr)
+        _close(self.standard)
 
 
 class AgentLink:

@@ -482,6 +482,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: tuple[tuple[str, str], ...]  # for the workers; the job's variables override these
     rack: str = ""  # of this host; empty: the one from discovery
     is_joining: bool = False  # started by ``elasticrun agent``, perhaps in a terminal, and not by the driver
+    stdin: int | None = None  # the agent's descriptor of elasticrun's stdin, for a worker
 
 
 # ---------------------------------------------------------------------------------------------------------------- codec

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from elasticstate.core.policy import HOLD_TIMEOUT_S, Policy
 from elasticstate.options import kinds
@@ -72,6 +73,17 @@ CONNECT_TIMEOUT_S = 10.0  # of commands that do not know the job's options
 _LONGEST_GRACE_S = 2.0
 _SHORTEST_DISCOVERY_S = 10.0
 _FEWEST_WITHOUT_PROGRESS = 3
+_WEEK_S = 7 * 86400.0  # an endless limit would not fit into the clocks of torch
+_WITH_DEBUGGER: Mapping[str, float | None] = {
+    "start_timeout_s": _WEEK_S,
+    "elastic_timeout_s": _WEEK_S,
+    "regroup_timeout_s": _WEEK_S,
+    "collective_timeout_s": _WEEK_S,
+    "hang_timeout_s": None,
+    "stall_check_s": None,
+    "stall_shutdown_s": None,
+}
+"""Time limits of a job with a worker that a person may stop in a debugger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +100,12 @@ class Options:
     """No option. Seconds between two runs of the preemption command: no cloud gives a notice of less than 30 s."""
     preemption_timeout_s: float = 5.0
     """No option. Seconds the preemption command may run: a metadata server answers in milliseconds."""
+    timeline_filename: str | None = None
+    """No option, but Horovod's HOROVOD_TIMELINE: file for a trace of the collectives, which rank 0 writes."""
     timeline_mark_cycles: bool = False
     """No option, but Horovod's HOROVOD_TIMELINE_MARK_CYCLES, which marks the ends of ticks in the timeline."""
+    is_interactive: bool = False
+    """No option. The worker of ``debug_rank`` shows its output as it is: somebody may type commands of a debugger."""
     np: int = _option(
         0,
         kinds.COUNT,
@@ -364,6 +380,13 @@ class Options:
         "Streams shown on the terminal besides the files of --log-dir: 0 none, 1 stdout, 2 stderr, 3 both.",
         rare=True,
     )
+    debug_rank: int | None = _option(
+        None,
+        kinds.NUMBER,
+        "Rank, in the first world, of the worker that reads the terminal, for breakpoint() and input(). Its slot keeps "
+        "the terminal when ranks change. Its output is shown as it is. Time limits are a week or off (default: 0 with "
+        "a single worker).",
+    )
     verbose: bool = _option(False, kinds.FLAG, "Print the reasons for decisions, too.")
     job_name: str | None = _option(
         None, kinds.NAME, "Name for elasticrun status and --reattach (default: a generated one)."
@@ -399,12 +422,6 @@ class Options:
         kinds.SECONDS_OR_NEVER,
         "Seconds such a wait may last. After that the job fails.",
         names="--stall-shutdown-time --stall-check-shutdown-time-seconds",
-        rare=True,
-    )
-    timeline_filename: str | None = _option(
-        None,
-        kinds.PATH,
-        "File for a trace of the collectives, for chrome://tracing and Perfetto. Rank 0 writes it.",
         rare=True,
     )
 
@@ -445,9 +462,28 @@ class Options:
         """Number of failures in a row without a new commit that ends the job: those of ``--reset-limit``, if more."""
         return max(_FEWEST_WITHOUT_PROGRESS, (self.reset_limit or 0) + 1)
 
+    @property
+    def has_one_worker(self) -> bool:
+        """True if there is never a second worker, except while one replaces the other."""
+        return self.max_np == 1 and not self.spares
+
+    def for_debugger(self, is_asked_for: bool) -> Options:
+        """Return the options of a job that waits while a person looks at a worker.
+
+        ``is_asked_for``: by ``--debug-rank``, so also limits that were given are off.
+        """
+        usual = declarations()
+        limits = {
+            name: v for name, v in _WITH_DEBUGGER.items() if is_asked_for or getattr(self, name) == usual[name].default
+        }
+        return replace(self, is_interactive=True, **cast("dict[str, Any]", limits))
+
     def policy(self) -> Policy:
         """Return the options that the core decides by."""
-        return Policy(**{f.name: getattr(self, f.name) for f in fields(Policy) if hasattr(self, f.name)})
+        policy = Policy(**{f.name: getattr(self, f.name) for f in fields(Policy) if hasattr(self, f.name)})
+        if self.is_interactive and not self.has_one_worker:  # the others wait, and nobody needs to be told why
+            return replace(policy, straggler_threshold=inf, waiting_notice_s=_WEEK_S)
+        return policy
 
     def timeline_variables(self) -> dict[str, str]:
         """Return Horovod's environment variables from which workers read where to write their timeline."""

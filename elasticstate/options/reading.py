@@ -67,9 +67,10 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
             source, text = _horovod_text(name, environ)
         if text is not None:
             values[name] = value_of(source, text, option.kind)
-    variable, text = _horovod_text("timeline_mark_cycles", environ)
-    if (text := given.get("timeline_mark_cycles") or text) is not None:
-        values["timeline_mark_cycles"] = value_of(variable, text, kinds.FLAG)
+    for name, kind in (("timeline_filename", kinds.PATH), ("timeline_mark_cycles", kinds.FLAG)):
+        variable, text = _horovod_text(name, environ)
+        if (text := given.get(name) or text) is not None:
+            values[name] = value_of(variable, text, kind)
     return values
 
 
@@ -166,6 +167,13 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     if values["max_np"] is not None and values["max_np"] < np:
         raise OptionError(
             f"--max-np: {values['max_np']}: must be at least -np, which is {np}. Raise --max-np, or lower -np."
+        )
+    if values.get("debug_rank", 0) >= np:
+        raise OptionError(f"--debug-rank: {values['debug_rank']}: must be less than -np, which is {np}.")
+    if "debug_rank" in values and "listen" in values:
+        raise OptionError(
+            "--debug-rank and --listen exclude each other: agents that dial in do not have this terminal. Call "
+            "debugpy.listen() in the script, and attach an editor."
         )
     if values.get("spares") and values["max_np"] is None:
         raise OptionError(

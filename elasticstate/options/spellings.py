@@ -34,6 +34,7 @@ _TAKEN = {
     "--output-filename": ("PATH", "--log-dir"),
     "--gloo-timeout-seconds": ("S", "--collective-timeout"),
     "--log-level": ("L", "--verbose if L is debug or trace"),
+    "--timeline-filename": ("PATH", "HOROVOD_TIMELINE=PATH"),
 }
 _TAKEN_FLAGS = {
     "--standalone": "this machine alone",
@@ -172,6 +173,7 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
     ):
         if value is not None:
             _put(texts, name, field, value)
+    texts["timeline_filename"] = given["--timeline-filename"]
     if given["--timeline-mark-cycles"]:
         texts["timeline_mark_cycles"] = "1"
     level = (given[_LEVEL] or "").lower()

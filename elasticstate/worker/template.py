@@ -159,8 +159,8 @@ def _forks_to_worker(asked: ReceivedRequest, agent: int) -> bool:
     if os.getppid() != agent:
         os._exit(1)  # the agent died before prctl() took effect
     os.setsid()
-    os.dup2(asked.stdout, 1)
-    os.dup2(asked.stderr, 2)
+    for number, descriptor in enumerate(asked.standard):
+        os.dup2(descriptor, number)
     if not asked.begin():
         os._exit(1)
     return True
@@ -175,6 +175,8 @@ def _become_worker(asked: ReceivedRequest) -> None:
     before = replace_environment(request.environment)
     script.show_variables({k: v for k, v in request.environment.items() if before.get(k) != v})
     os.chdir(request.directory)
+    first = sys.stdin  # of the template: opened as /dev/null, which has positions
+    sys.stdin = open(0, encoding=first.encoding, errors=first.errors, closefd=False)  # noqa: SIM115
     _seed_anew()
     script.run(request.command)
 

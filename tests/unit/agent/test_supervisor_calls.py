@@ -25,7 +25,7 @@ class Scene:
         self.calls = Calls(self.handles, limit_s, self._send)
 
     def _handle(self, worker: WorkerId) -> WorkerHandle:
-        return WorkerHandle(cast(Any, SimpleNamespace(worker=worker)), *[cast(Any, None)] * 2, "error", 0)
+        return WorkerHandle(cast(Any, SimpleNamespace(worker=worker)), *[cast(Any, None)] * 2, "error", 0, False)
 
     def _send(self, message: messages.FromAgent) -> None:
         assert isinstance(message, messages.FromWorker)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 def started(worker: WorkerId, command: list[str], directory: str, *pumps: Pump) -> WorkerProcess:
     """Start a command as a worker."""
     (out, stdout), (err, stderr) = os.pipe(), os.pipe()
-    child = start_command(command, os.environ, directory, stdout, stderr)
+    child = start_command(command, os.environ, directory, subprocess.DEVNULL, stdout, stderr)
     os.close(stdout)
     os.close(stderr)
     return WorkerProcess(worker, child, *pumps, pipes=(out, err))
@@ -96,7 +97,7 @@ def test_a_command_that_is_not_there_exits_with_127(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        start_command(["true"], {}, str(tmp_path / "nope"), 1, 2)
+        start_command(["true"], {}, str(tmp_path / "nope"), 0, 1, 2)
 
 
 def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
