@@ -54,7 +54,7 @@ def stdin_for(options: Options) -> Iterator[int | None]:
         os.close(stdin)
         if modes is not None and _is_in_foreground():
             with suppress(termios.error):  # the terminal is gone
-                termios.tcsetattr(0, termios.TCSADRAIN, modes)
+                termios.tcsetattr(0, termios.TCSANOW, modes)  # does not wait for a terminal that is not read
 
 
 def _has_one_worker_here(options: Options) -> bool:

@@ -19,6 +19,7 @@ import elasticstate.worker.script as script  # noqa: I001  (first: its exit func
 import ctypes
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import signal
@@ -175,8 +176,11 @@ def _become_worker(asked: ReceivedRequest) -> None:
     before = replace_environment(request.environment)
     script.show_variables({k: v for k, v in request.environment.items() if before.get(k) != v})
     os.chdir(request.directory)
-    first = sys.stdin  # of the template: opened as /dev/null, which has positions
-    sys.stdin = open(0, encoding=first.encoding, errors=first.errors, closefd=False)  # noqa: SIM115
+    if not os.path.samestat(os.fstat(0), os.stat(os.devnull)):  # which Python has opened as stdin, with positions
+        first, raw = sys.stdin, io.FileIO(0, closefd=False)
+        raw.name = first.name
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(raw), first.encoding, first.errors)
+        sys.__stdin__ = sys.stdin  # type: ignore[misc]  # final, but for a process that becomes another one
     _seed_anew()
     script.run(request.command)
 

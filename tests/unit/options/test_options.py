@@ -70,7 +70,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"verify_sync": "on", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"horovod": "1", "tick_records": "on", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
-    samples |= {"tee": "1", "only_ranks": "0,4-7", "preload": "json,os.path"}
+    samples |= {"tee": "1", "debug_rank": "1", "only_ranks": "0,4-7", "preload": "json,os.path"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
     samples |= {"straggler_action": "drain", "one_copy_per_host": "1", "dashboard_require_token": "1"}
     text = samples.get(name, "6")
