@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from elasticstate.state.torch import TorchState
     from elasticstate.worker.record import ErrorHandler, record
     from elasticstate.worker.run import run
+    from elasticstate.worker.user_metrics import report_metric
 
 _HOMES = {  # the others that are loaded later are of present_world
     "ElasticDataLoader": "state.loader",
@@ -70,6 +71,7 @@ _HOMES = {  # the others that are loaded later are of present_world
     "TorchState": "state.torch",
     "launch": "launching",
     "record": "worker.record",
+    "report_metric": "worker.user_metrics",
     "run": "worker.run",
 }
 
@@ -106,6 +108,7 @@ __all__ = [
     "local_size",
     "rank",
     "record",
+    "report_metric",
     "run",
     "size",
     "world",

@@ -30,7 +30,7 @@ import msgspec
 
 from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
-from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly
+from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly, is_watched
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator, Supply
 from elasticstate.agent.preemption import PreemptionWatch
 from elasticstate.agent.supervisor import Supervisor, sealed_commits
@@ -240,6 +240,7 @@ class Service:
         beside = [
             asyncio.ensure_future(clean_regularly(self._commits, self._job.options.driver_timeout_s)),
             asyncio.ensure_future(self._supply.watch_files(self._socket)),
+            asyncio.ensure_future(self._supervisor.measure_use()),
         ]
         serving, killing = asyncio.ensure_future(self._serve_drivers()), asyncio.ensure_future(killed.wait())
         await asyncio.wait({serving, killing}, return_when=asyncio.FIRST_COMPLETED)
@@ -295,7 +296,7 @@ class Service:
         """
         timeout_s = self._job.options.driver_timeout_s
         try:
-            await self._job.driver.establish(timeout_s)
+            self._job.is_watched = is_watched(await self._job.driver.establish(timeout_s))
         except Refused as refusal:
             self._job.log(f"stopping the workers: {refusal}")
             await self._workers.stop_all()
@@ -391,6 +392,10 @@ class Service:
 
     def _received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
         """Handle a message of a worker. Most of them go to the driver."""
+        if isinstance(message, messages.Metrics):
+            if worker in self._job.handles:  # a process that the worker has started may outlive it
+                self._job.handles[worker].metrics.update(message.values)
+            return
         handle, now = self._job.handles[worker], asyncio.get_running_loop().time()
         match message:
             case messages.Hello():

@@ -71,6 +71,7 @@ class HostJob:
         self.local_address = launch.local_address or _seen_at(driver.local_address, spec.options)
         """Address at which other hosts reach this one."""
         self.key = storage_key(launch.token, spec.job_id)
+        self.is_watched = is_watched(spec)
         self._tasks: set[asyncio.Task[object]] = set()
 
     def warn(self, text: str) -> None:
@@ -117,6 +118,11 @@ class HostJob:
         driver_loss.cancel()
         await asyncio.wait(both)
         return locking.result()
+
+
+def is_watched(spec: JobSpec) -> bool:
+    """Return True if the driver shows what the scripts report, and the use of its hosts."""
+    return spec.options.dashboard is not None or spec.options.metrics is not None
 
 
 def _seen_at(address: str, options: Options) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from elasticstate._native import ControlPage
+from elasticstate.agent.host_use import INTERVAL_S as USE_INTERVAL_S, Meter
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import CallReport, CopyFigures, WatchCalls
 from elasticstate.net import messages
-from elasticstate.net.messages import Place, Stamp
+from elasticstate.net.messages import HostUse, Place, Stamp
 from elasticstate.processes import reads_stdin
+from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
     from elasticstate.agent.host_job import HostJob
@@ -25,6 +28,7 @@ _STAMPS_INTERVAL_S = 1.0
 _STAMPS_PER_TIMEOUT = 10
 _FEWEST_STAMPS_PER_TIMEOUT = 4
 _STAMPS_PER_S = 4000  # limit of stamps that the driver receives
+_MOST_VALUES = 10_000  # of scripts, in one message
 
 
 Seal = tuple[int, int, int, int, int, bytes]
@@ -257,6 +261,7 @@ class Supervisor:
         self.world_size = 0  # size of the newest world
         self.lease = Lease()
         self.copy_figures: Callable[[], CopyFigures] = CopyFigures
+        self._use: HostUse | None = None  # measured, and not sent yet
         self.calls = Calls(job.handles, job.options.stall_check_s, job.driver.send)
 
     async def run(self) -> None:
@@ -324,7 +329,29 @@ class Supervisor:
         changed = [(worker, handle.liveness.changed_stamp()) for worker, handle in self._handles.items()]
         stamps = tuple((worker, stamp) for worker, stamp in changed if stamp is not None)
         number = self.lease.ask() if self._options.lease_s is not None else 0
-        self._driver.send(messages.Stamps(stamps, number, self.copy_figures()))
+        use, self._use = self._use, None
+        self._driver.send(messages.Stamps(stamps, number, self.copy_figures(), tuple(self._metrics()), use))
+
+    def _metrics(self) -> Iterator[tuple[WorkerId, tuple[tuple[str, float], ...]]]:
+        """Yield the new values that scripts have reported. Those beyond the size of a message follow with the next."""
+        left = _MOST_VALUES
+        for worker, handle in self._handles.items():
+            values = handle.metrics
+            if not values or left <= 0:
+                continue
+            handle.metrics = {}
+            left -= len(values)
+            if self._job.is_watched:
+                yield worker, tuple(values.items())
+
+    async def measure_use(self) -> None:
+        """Measure the use of this host regularly, until cancelled. A GPU that does not answer delays nothing else."""
+        meter = Meter()
+        while True:
+            if self._job.is_watched:
+                with suppress(OSError):
+                    self._use = await in_thread(meter.measure)
+            await asyncio.sleep(USE_INTERVAL_S)
 
     def renew_lease(self, number: int) -> None:
         self.lease.granted(number, self._options.lease_s or 0.0)

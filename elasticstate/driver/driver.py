@@ -213,6 +213,7 @@ class Driver:
     def _dashboard_served(self) -> AbstractAsyncContextManager[None]:
         if self._dashboard is None:
             return nullcontext()
+        from elasticstate.driver.dashboard.charts import Sampler
         from elasticstate.driver.dashboard.server import Controls
 
         ahead_s = time.time() - self._loop.time()
@@ -225,7 +226,8 @@ class Driver:
             end=self._end,
         )
         requires_token = self._options.dashboard_require_token
-        return self._dashboard.served(controls, self._keeper.record.token, requires_token, self._strangers)
+        sample = Sampler(history.charts, state)
+        return self._dashboard.served(controls, self._keeper.record.token, requires_token, self._strangers, sample)
 
     def _worker_in(self, slot_id: t.SlotId) -> t.WorkerId | None:
         slot = self._state.membership.slots.get(slot_id)
@@ -416,6 +418,7 @@ class Driver:
             self._outputs.forget(event.host)
             self._durable.host_lost(event.host)
             self._state.copies.host_lost(event.host)
+            self._state.readings.host_lost(event.host)
         self._queue.post(event)
 
     def _received(self, host: str, message: messages.FromAgent) -> None:
@@ -429,6 +432,9 @@ class Driver:
                 self._besides_core(worker, body)
             case messages.Stamps(stamps, number, copies):
                 self._state.copies.update(host, copies, asyncio.get_running_loop().time())
+                if name := self._state.readings.update(host, message, self._state.membership, time.time()):
+                    about = f"the workers have reported {messages.MOST_METRICS} names already, and no more are shown"
+                    self._journal.warn(f"report_metric({name!r}): {about}")
                 if number:
                     self._agents.send(host, messages.Acknowledgement(number))
                 if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive

@@ -15,6 +15,7 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
 from elasticstate.core.sharded import is_sharded
 from elasticstate.core.step import new_membership, step
+from elasticstate.driver.readings import Readings
 from elasticstate.driver.record import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures
@@ -37,6 +38,7 @@ class JobState:
         self.committed_at: float | None = None  # when this driver received the newest commit
         self.durable = DurableFigures()
         self.copies = CopyTotals()
+        self.readings = Readings()
         self._policy = policy
 
     def step(self, event: t.Event, now: float) -> tuple[t.Effect, ...]:

@@ -25,6 +25,7 @@ from elasticstate.core.state import Phase, Running
 from elasticstate.driver.job import JobState
 from elasticstate.driver.status import ShardsOverview, overview_of
 from elasticstate.errors import OptionError
+from elasticstate.net.messages import HostUse
 from elasticstate.net.names import is_own_host
 from elasticstate.net.trust import Strangers
 from elasticstate.net.web import Answer, Request, RequestHandler, WebPort, listening_socket
@@ -73,6 +74,9 @@ class JobCollector(Collector):
             yield _gauge("commit_tick", "Tick of the newest commit in its generation.", overview.commit.tick)
         if overview.shards is not None:
             yield from _shards(overview.shards)
+        yield from _hosts(state.readings.use)
+        if values := {name: metric.value for name, metric in state.readings.metrics(state.membership).items()}:
+            yield _by("user_metric", "Newest value that the lowest rank has reported.", "name", values)
         if overview.durable is not None:
             yield _counter("durable_copies", "Durable copies that were saved.", overview.durable.saved)
             yield _counter("durable_copy_failures", "Durable copies that could not be saved.", overview.durable.failed)
@@ -179,6 +183,28 @@ def _shards(shards: ShardsOverview) -> Iterator[Metric]:
     yield _by("kept_copies_bytes", "Memory of the kept copies, by host.", "host", shards.memory)
     yield _counter("replication_sent_bytes", "Bytes of copies that hosts have sent to others.", shards.sent_bytes)
     yield _counter("replication_received_bytes", "Bytes of copies that hosts have received.", shards.received_bytes)
+
+
+def _hosts(use: Mapping[str, HostUse]) -> Iterator[Metric]:
+    """Yield the use of the hosts. What a host does not measure is absent."""
+    found = list(use.items())
+    cpu = {host: each.cpu for host, each in found if each.cpu is not None}
+    gpu = {host: each.gpu for host, each in found if each.gpu is not None}
+    with_gpus = [(host, each) for host, each in found if each.gpus]
+    for name, help, values in (
+        ("host_cpu_ratio", "Share of its processors that a host uses.", cpu),
+        ("host_memory_bytes", "Used memory of a host.", {host: each.memory_bytes for host, each in found}),
+        ("host_memory_total_bytes", "Memory of a host.", {host: each.memory_total_bytes for host, each in found}),
+        ("host_gpu_ratio", "Share of the time in which a GPU computed, mean of the host's GPUs.", gpu),
+        ("host_gpu_memory_bytes", "Used memory of the GPUs.", {h: each.gpu_memory_bytes for h, each in with_gpus}),
+        (
+            "host_gpu_memory_total_bytes",
+            "Memory of the GPUs.",
+            {h: each.gpu_memory_total_bytes for h, each in with_gpus},
+        ),
+    ):
+        if values:
+            yield _by(name, help, "host", values)
 
 
 def _by(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -12,6 +12,7 @@ A new rank 0 writes all points that it still has. Each sink skips those that it 
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ class Log:
         state.commit()
 
     Rank 0 writes the values of its own calls: all-reduce a loss to log its mean. ``check()`` leaves the log out.
+    The dashboard shows the values, too, as by ``report_metric``.
     Several calls with the same step are one point. At the end of the training, call ``close()`` on all ranks.
 
     Args:
@@ -63,6 +65,7 @@ class Log:
         self._world = (0, 0)  # generation, and calls in it
         self._is_used = self._is_open = False  # by this process, as rank 0
         self._written = _NONE  # last step that this process has written
+        self._hidden: set[str] = set()  # names that the dashboard does not show
 
     # ------------------------------------------------------------------------------------------------ a value of State
 
@@ -96,6 +99,7 @@ class Log:
             self._points[-1] = step, {**self._points[-1][1], **found}
         else:
             self._points.append((step, found))
+        self._report(found)
         self._times.setdefault(step, time.time())
         self._made[step] = world_generation(), ticks(state) + 1
         if world_rank() == 0:
@@ -106,6 +110,20 @@ class Log:
         self._world = world_generation(), (calls + 1 if generation == world_generation() else 1)
         if self._world[1] % self._every == 0:
             self._exchange(self._committed(state))
+
+    def _report(self, values: Mapping[str, float]) -> None:
+        """Show values on the dashboard. A name that cannot be shown there is an ordinary one of the log."""
+        for name, value in values.items():
+            if name in self._hidden:
+                continue
+            try:
+                elastic.report_metric(name, value)
+            except UsageError as error:
+                if not self._hidden:
+                    logging.getLogger("elasticstate").warning(
+                        "not all values of the log are on the dashboard: %s", error
+                    )
+                self._hidden.add(name)
 
     def close(self) -> None:
         """Write all points, and close the sinks. Call it on all ranks, after the last commit of the training."""

@@ -69,6 +69,11 @@ class WorkerLink:
         """Send a message. Raises OSError when the agent is gone."""
         self._socket.send(encode_from_worker(message))
 
+    def try_send(self, message: messages.FromWorkerBody) -> None:
+        """Send a message, unless the agent is gone or does not read."""
+        with suppress(OSError):
+            self._socket.send(encode_from_worker(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
     def receive(self) -> messages.ToWorkerBody | None:
         """Return the next message; None when the agent is gone. Raises BlockingIOError when none has arrived."""
         try:
@@ -351,19 +356,22 @@ class AgentSocket:
             if isinstance(message, messages.RunUsed):
                 self._received(message.worker, message)
                 return
+            if isinstance(message, messages.Metrics):
+                connection.worker = message.worker
+                return
             assert isinstance(message, messages.Hello)
             connection.worker = message.worker
             self._workers[message.worker] = connection
         self._received(connection.worker, message)
 
     def _check(self, message: messages.FromWorkerBody) -> str:
-        if not isinstance(message, messages.Hello | messages.RequestStorage | messages.RunUsed):
+        if not isinstance(message, messages.Hello | messages.RequestStorage | messages.RunUsed | messages.Metrics):
             return "its first message is not Hello"
         if message.protocol != messages.PROTOCOL_VERSION:
             return f"it uses protocol {message.protocol}, the agent protocol {messages.PROTOCOL_VERSION}"
         if message.worker in self._workers and isinstance(message, messages.Hello):
             return f"it claims to be {message.worker}, which is connected already"
-        return self._admit(message.worker)
+        return "it names no worker" if message.worker is None else self._admit(message.worker)
 
     def refuse(self, connection: WorkerConnection, reason: str) -> None:
         who = connection.worker or "a process"

@@ -26,7 +26,7 @@ import signal
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -130,6 +130,17 @@ class GrowBuffer(Message, frozen=True):
     bytes: int
 
 
+class Metrics(Message, frozen=True):
+    """The newest values that the script has reported since the last message of this kind, by name.
+
+    As the first message on a connection of its own it has no values, but worker and protocol.
+    """
+
+    values: tuple[tuple[str, float], ...]
+    worker: WorkerId | None = None
+    protocol: int = 0
+
+
 class BackendRequest(Message, frozen=True):
     """Request of the worker's backend to its part in the driver. Only the backend decodes ``data``."""
 
@@ -140,7 +151,7 @@ LASTING = Ready | GenerationFailure | Gate
 """Messages that stay valid until the worker receives another world."""
 Aside = Synced | CommitSize | BackendRequest
 """Messages for the driver that are no events of the core."""
-FromWorkerBody = Hello | RequestStorage | RunUsed | GrowBuffer | Aside | Report
+FromWorkerBody = Hello | RequestStorage | RunUsed | GrowBuffer | Metrics | Aside | Report
 
 
 # ------------------------------------------------------------------------------------------------ agent -> worker
@@ -237,6 +248,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 9
 STORE_JOINED = "joined"
 """Line that the process of a store for plain workers writes when a worker has joined the store."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+MOST_METRICS = 64
+"""Names of values that the scripts of a job may report."""
 
 
 # ------------------------------------------------------------------------------------------------ agent -> driver
@@ -292,16 +305,31 @@ class HostReport(Message, frozen=True):
     attached: tuple[tuple[WorkerId, Attached], ...] = ()  # the newest report, also of a dead worker
 
 
+class HostUse(NamedTuple):
+    """Use of a host's processors, memory and GPUs. Shares: from 0 to 1; None: not known."""
+
+    cpu: float | None  # share of the processors that this host may use
+    memory_bytes: int
+    memory_total_bytes: int
+    gpus: int = 0
+    gpu: float | None = None  # share of the time in which a GPU computed; the mean of the GPUs
+    gpu_memory_bytes: int = 0  # of all GPUs
+    gpu_memory_total_bytes: int = 0
+
+
 class Stamps(Message, frozen=True):
     """The latest stamp of each worker of the host with a heartbeat or a change since the last message of this kind.
 
     ``number``: the driver acknowledges it with ``Acknowledgement``; 0: no acknowledgement. ``copies``: of commits of a
-    sharded job, on this host.
+    sharded job, on this host. ``metrics``: new values that scripts have reported. ``use``: None: not measured since the
+    last message.
     """
 
     stamps: tuple[tuple[WorkerId, Stamp], ...]
     number: int = 0
     copies: CopyFigures = CopyFigures()
+    metrics: tuple[tuple[WorkerId, tuple[tuple[str, float], ...]], ...] = ()
+    use: HostUse | None = None
 
 
 class NextStore(Message, frozen=True):

@@ -54,7 +54,7 @@ from elasticstate.state.repeat_check import RepeatCheck
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import error_chain, text_of
-from elasticstate.worker import call_monitor, contexts, script
+from elasticstate.worker import call_monitor, contexts, script, user_metrics
 from elasticstate.worker.contexts import Backend, Context, Fault, Rendezvous, addresses
 from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.script import exit_for_replacement
@@ -448,6 +448,7 @@ class WorkerLoop:
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.preemption_signals)
         call_monitor.start(self._sentinel.send)
+        user_metrics.start(self._sentinel.send)
         keep_freed_memory()
         _import_early()
         self._backend.prepare(self._environment, self._sentinel.send)
@@ -493,6 +494,7 @@ class WorkerLoop:
     def _pass_gate(self) -> None:
         self._is_past_gate = True
         call_monitor.stop()
+        user_metrics.end()
         self._sentinel.finish()
 
     # --------------------------------------------------------------------------------------------------- one generation

@@ -17,6 +17,7 @@ from elasticstate.net import messages
 from elasticstate.replicas.client import ReplicaClient
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits, Session
+from elasticstate.worker import user_metrics
 from elasticstate.worker.contexts import Context
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.storage import LocalReplicas
@@ -70,6 +71,7 @@ class WorkerSession(Session):
         return self._sentinel.has_ended(generation)
 
     def tick(self) -> None:
+        user_metrics.end_tick()
         self._sentinel.tick()
 
     def check_collectives(self) -> None:

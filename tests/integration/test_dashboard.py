@@ -23,6 +23,7 @@ from playwright.sync_api import Page, expect
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Running, Straggler
 from elasticstate.core.types import CopyFigures
+from elasticstate.driver.dashboard.charts import Sampler
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
 from elasticstate.driver.dashboard.view import History, View, view_of
 from elasticstate.driver.job import JobState
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
 
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--heartbeat-timeout", "2")
 FAST = (*FAST, "--cooldown-range", "0", "600", "--hang-timeout", "5")
+EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 SCRIPT = {"steps": 10, "step_seconds": 0.05}
 
 
@@ -70,7 +72,7 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
     hosts, name, errors = Hosts(tmp_path).set("localhost:2"), f"dashboard-{uuid.uuid4().hex[:8]}", list[str]()
     options = ("-np", "2", "--min-np", "1", *hosts.options, "--dashboard", "0", "--job-name", name)
     options = (*options, "--durable-dir", str(tmp_path / "durable"), "--durable-interval", "2")
-    script = {**SCRIPT, "until": tmp_path / "stop", "faults_file": faults_file(tmp_path)}
+    script = {**SCRIPT, "until": tmp_path / "stop", "faults_file": faults_file(tmp_path), "metric": ["steps", EVIL]}
     with Job(tmp_path, *options, *FAST, **script) as job:
         url = url_of(job)
         assert job.output.splitlines()[0] == f"elasticrun: dashboard: {url}"
@@ -79,6 +81,7 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
             expect(page.get_by_role("status")).to_have_text("Live")
             page.evaluate("window.loaded = 'once'")
             members(page, 2)
+            values_and_use_are_shown(page)
             durable_copies_are_saved(page)
             a_worker_is_killed(job, page)
             a_host_joins_and_is_drained(hosts, name, page)
@@ -86,10 +89,13 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
             a_collective_hangs(job, page)
             the_driver_is_restarted(job, name, url, page)
             the_output_of_a_worker_is_shown(page)
+            the_past_stays_on_the_page(page)
+            the_page_fits_a_phone(page)
             page.get_by_role("button", name="End the job …").click()
             confirm(page, "End the job", token_of(name))
             expect(page.get_by_role("status")).to_have_text("The job has ended.", timeout=TIMEOUT_MS)
             assert page.evaluate("window.loaded") == "once"
+            assert page.evaluate("window.hacked") is None
         job.finish(status=128 + signal.SIGTERM)
     assert not errors
 
@@ -97,6 +103,25 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
 def token_of(name: str) -> str:
     command = [sys.executable, "-m", "elasticstate", "status", name, "--token"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def values_and_use_are_shown(page: Page) -> None:
+    for name in ("steps", EVIL):
+        soon(page.get_by_role("figure").filter(has_text=name), re.compile(r"[1-9]\d*of rank 0; 2 ranks: \d+ to \d+"))
+    for name in ("ticks per second", "processors", "memory"):
+        expect(page.get_by_role("img", name=re.compile(f"{name}: newest"))).to_be_visible(timeout=TIMEOUT_MS)
+    soon(page.get_by_role("region", name="Use of the hosts"), re.compile(r"localhost[\d.]+ %[\d.]+ GB of [\d.]+ GB"))
+    expect(page.get_by_role("img", name=re.compile("GPUs"))).to_have_count(has_gpus(page))
+
+
+def has_gpus(page: Page) -> int:
+    """Return the number of charts for GPUs, of which this machine may have some."""
+    return 2 * page.get_by_role("columnheader", name="GPUs", exact=True).count()
+
+
+def mark(page: Page, name: str) -> None:
+    """Wait for a mark on the time axis."""
+    expect(page.get_by_role("button", name=re.compile(name)).first).to_be_visible(timeout=TIMEOUT_MS)
 
 
 def durable_copies_are_saved(page: Page) -> None:
@@ -113,6 +138,9 @@ def a_worker_is_killed(job: Job, page: Page) -> None:
     soon(page.get_by_role("region", name="Generations").locator("tbody tr", has_text="left: localhost:1#1"), "SIGKILL")
     members(page, 2)
     soon(page.get_by_role("region", name="Numbers"), "1 failure")
+    expect(page.get_by_role("link", name="1 failure")).to_be_visible()
+    mark(page, "worker or host lost: localhost:1 ended: SIGKILL")
+    mark(page, "joined: .*localhost:1#2")
 
 
 def a_host_joins_and_is_drained(hosts: Hosts, name: str, page: Page) -> None:
@@ -128,6 +156,8 @@ def a_host_joins_and_is_drained(hosts: Hosts, name: str, page: Page) -> None:
     generation(page, "left: 127.0.0.2:0#1")
     soon(page.get_by_role("region", name="Discovery and cooldowns"), "127.0.0.2: in cooldown")
     soon(page.get_by_role("log", name="Lines of elasticrun"), "host 127.0.0.2 drains: preemption notice: the dashboard")
+    mark(page, "joined: .*joined: 127.0.0.2:0#1")  # one mark, if another worker has just joined
+    mark(page, "left as planned: host 127.0.0.2 drains: the dashboard")
     hosts.set("localhost:2")
 
 
@@ -135,6 +165,7 @@ def a_worker_hangs(job: Job, page: Page) -> None:
     job.kill(1, number=signal.SIGSTOP)
     failures = page.get_by_role("region", name="Failures")
     soon(failures, re.compile(r"localhost:1 ended: SIGKILL \(no heartbeat .*rank \d"))
+    mark(page, "worker hung: localhost:1 ended: SIGKILL .no heartbeat")
     members(page, 2)
 
 
@@ -161,6 +192,38 @@ def the_driver_is_restarted(job: Job, name: str, url: str, page: Page) -> None:
     members(page, 2)
     assert rows.count() >= before, "the history of the first driver is lost"
     soon(page.get_by_role("region", name="Failures"), "SIGKILL")
+    mark(page, "driver restarted")
+    mark(page, "worker hung")
+
+
+def the_past_stays_on_the_page(page: Page) -> None:
+    """By the keyboard, which gets to each mark and shows its text."""
+    expect(page.get_by_role("link", name=re.compile(r"[34] failures"))).to_be_visible()
+    failures = page.get_by_role("region", name="Failures")
+    soon(failures, re.compile(r"no tick.*no heartbeat.*localhost:1 ended: SIGKILL \(rank", re.DOTALL))
+    page.get_by_role("button", name=re.compile("driver restarted")).click()
+    page.keyboard.press("Home")
+    first = page.get_by_role("button", pressed=True)
+    expect(first).to_be_focused()
+    expect(page.locator("#mark-text")).to_contain_text(re.compile("localhost:1"))
+    words = page.get_by_role("list", name="Legend").get_by_role("listitem")
+    expect(words).to_have_text(["worker or host lost", "worker hung", "left as planned", "joined", "driver restarted"])
+
+
+def the_page_fits_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.evaluate(CUT_OFF) == []
+    page.set_viewport_size({"width": 1280, "height": 1000})
+
+
+CUT_OFF = """() => [...document.querySelectorAll('header, header *, main, main *')].filter((e) => {
+  if (e.closest('.hidden, .skip, thead') || !e.getClientRects().length) return false;
+  const hides = getComputedStyle(e).overflowX !== 'visible' && e.scrollWidth > e.clientWidth + 1;
+  return hides || e.getBoundingClientRect().right > 391 || e.getBoundingClientRect().left < -1;
+}).map((e) => e.outerHTML.slice(0, 200))"""
 
 
 def the_output_of_a_worker_is_shown(page: Page) -> None:
@@ -175,14 +238,14 @@ def the_output_of_a_worker_is_shown(page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ hostile texts
 
-EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
-
 
 def hostile(value: Any) -> Any:
     """Return a view in which each text is hostile, too, except states."""
     if isinstance(value, dict):
-        return {key: hostile(inner) if key not in ("state", "phase") else inner for key, inner in value.items()}
-    return value + EVIL if isinstance(value, str) else [EVIL] if isinstance(value, list) else value
+        return {key: hostile(inner) if key not in ("state", "phase", "kind") else inner for key, inner in value.items()}
+    if isinstance(value, list):
+        return value if value and isinstance(value[0], float) else [EVIL]  # points of a curve, or texts
+    return value + EVIL if isinstance(value, str) else value
 
 
 @contextmanager
@@ -249,6 +312,11 @@ def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
     fields = {"generation": 1, "size": 2, "hosts": 1, "joined": [], "left": ["a:0#1"]}
     history.event("world_formed", fields, 1.0)
     state.copies.update("a", CopyFigures(1, 1, 1), 1.0)
+    values = ((f"loss{EVIL}", 1.0), ("__proto__", 2.0), ("constructor", float("nan")))
+    state.readings.update(
+        "a", messages.Stamps((), metrics=((next(iter(state.membership.workers)), values),)), state.membership, 1.0
+    )
+    Sampler(history.charts, state)(5.0)
     view = hostile({**view_of("j", state, history, 9.0, 1000.0), **commits_in_trouble()})
     view["shards"]["memory"] = {f"h{EVIL}": 2_000_000}
     view["hosts"][f"h{EVIL}"] = {**view["hosts"]["a"], "state": "lost", "why": EVIL}
@@ -257,6 +325,9 @@ def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
         expect(page.get_by_role("heading", level=1)).to_contain_text(f"j{EVIL}", timeout=TIMEOUT_MS)
         for name in ("Failures", "Generations", "Discovery and cooldowns", "Commits"):
             soon(page.get_by_role("region", name=name), EVIL)
+        expect(page.get_by_role("figure").filter(has_text=f"loss{EVIL}")).to_be_visible()
+        expect(page.get_by_role("figure").filter(has_text="__proto__")).to_contain_text("2")
+        expect(page.get_by_role("button", name=f"host lost: failed{EVIL}")).to_be_visible()
         page.get_by_text("Memory of copies by host").click()
         soon(page.get_by_role("region", name="Commits").get_by_role("table"), f"h{EVIL}")
         page.get_by_role("gridcell").first.click()

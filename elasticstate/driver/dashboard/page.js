@@ -5,6 +5,12 @@ const DENSE = 64; // slots from which the map shows only ranks
 const RATE_S = 15; // time over which ticks per second are counted
 const SILENT_MS = 6000; // the driver sends something every two seconds
 const STATES = ["member", "ready", "booting", "draining", "stopping", "empty"];
+const SHOWN_FAILURES = 5;
+const TIMES = {
+  goodput: "steps that were kept", boot: "workers start", waiting_for_hosts: "too few hosts", world_formation: "workers connect",
+  sync: "new workers get the state", regroup: "from a failure or change to the next world", drain: "workers leave as planned",
+  redone_ticks: "steps done again", commit_stall: "saving in memory", no_ticks: "no step was completed", no_driver: "without a driver", exit: "the job ends",
+};
 let view = {}, token = "", ahead = 0, isOver = false, samples = [], cells = new Map(), rows = new Map();
 let selected = "", outputs = null;
 
@@ -47,9 +53,9 @@ function merge(target, patch) { // RFC 7396
 
 // ------------------------------------------------------------------------------------------------------ the numbers
 
-function facts(list, shown) { // shown: title, value, more. Returns true if the elements are new.
-  const titles = JSON.stringify(shown.map(([title]) => title)), isNew = list.dataset.titles !== titles;
-  if (isNew) {
+function facts(list, shown) { // shown: title, value, more
+  const titles = JSON.stringify(shown.map(([title]) => title));
+  if (list.dataset.titles !== titles) {
     list.dataset.titles = titles;
     list.replaceChildren(...shown.map(([title]) => {
       const group = make("div"), value = make("dd");
@@ -62,7 +68,6 @@ function facts(list, shown) { // shown: title, value, more. Returns true if the 
     const [first, second] = list.children[i].querySelectorAll("span, small");
     setText(first, value); setText(second, more);
   });
-  return isNew;
 }
 function numbers() {
   const f = view.figures, w = view.world, c = view.commit, list = $("numbers");
@@ -74,17 +79,7 @@ function numbers() {
     ["downtime", f.downtime_s === undefined ? "unknown" : span(f.downtime_s), `${f.commits_lost} commits lost`],
     ["newest commit", c ? c.id : "none yet", c ? [c.bytes ? `${bytes(c.bytes)} a worker` : "", c.at ? age(c.at) : "", `stall ${span(c.stall_s)}`].filter(Boolean).join(", ") : ""],
   ];
-  if (facts(list, shown)) {
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    svg.setAttribute("class", "spark"); svg.setAttribute("viewBox", "0 0 100 24");
-    svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("aria-hidden", "true");
-    svg.append(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
-    list.children[2].append(svg);
-  }
-  const rates = samples.slice(1).map((s, i) => (s[1] - samples[i][1]) / (s[0] - samples[i][0]));
-  const most = Math.max(...rates, 1e-9);
-  const points = rates.map((r, i) => `${(100 * i / Math.max(1, rates.length - 1)).toFixed(1)},${(23 - 22 * Math.max(0, r) / most).toFixed(1)}`);
-  list.querySelector("polyline").setAttribute("points", points.join(" "));
+  facts(list, shown);
 }
 function sample(at) {
   samples.push([at, view.figures.ticks, view.shards ? view.shards.sent_bytes : 0]);
@@ -141,12 +136,13 @@ function times() {
   const f = view.figures, parts = [["goodput", f.goodput_s], ...Object.entries(f.badput_s).sort((a, b) => b[1] - a[1])];
   const table = $("time"), bar = $("time-bar");
   table.replaceChildren(...parts.map(([name, s]) => {
-    const row = make("tr");
-    row.append(make("th", name.replaceAll("_", " "), { scope: "row" }), make("td", s.toFixed(1)), make("td", percent(s / Math.max(f.wall_s, 1e-9))));
+    const row = make("tr"), head = make("th", TIMES[name] || name.replaceAll("_", " "), { scope: "row" });
+    if (TIMES[name]) head.append(make("small", ` (${name.replaceAll("_", " ")})`));
+    row.append(head, make("td", s.toFixed(1)), make("td", percent(s / Math.max(f.wall_s, 1e-9))));
     return row;
   }));
   bar.replaceChildren(...parts.map(([name, s]) => {
-    const part = make("span", "", { class: name === "goodput" ? "good" : "bad", title: name.replaceAll("_", " ") });
+    const part = make("span", "", { class: name === "goodput" ? "good" : "bad", title: TIMES[name] || name.replaceAll("_", " ") });
     part.style.flexGrow = s;
     return part;
   }));
@@ -287,6 +283,174 @@ function select(slot) {
   }, outputs.signal);
 }
 
+// ---------------------------------------------------------------------------------------------- curves, marks and use
+
+const KINDS = { // of marks: words, and a shape, so that they differ without colours
+  failure: ["worker or host lost", "M2 2L10 10M10 2L2 10"], hang: ["worker hung", "M2 2H10V10H2Z"], drain: ["left as planned", "M1.5 2H10.5L6 10.5Z"],
+  join: ["joined", "M6 1.5L10.5 10H1.5Z"], restart: ["driver restarted", "M6 .5L11.5 6L6 11.5L.5 6Z"],
+};
+const MARK_PX = 18, LANES = 3;
+let shownUntil = 0, chosen = ""; // number of the mark whose text is shown; "": the newest
+function svg(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+function shape(kind) {
+  const image = svg("svg", { class: `shape ${kind}`, viewBox: "0 0 12 12", "aria-hidden": "true" });
+  image.append(svg("path", { d: KINDS[kind][1] }));
+  return image;
+}
+function short(value) {
+  if (typeof value !== "number") return value;
+  const size = Math.abs(value);
+  return size && (size >= 1e6 || size < 1e-3) ? value.toExponential(2) : `${Number(value.toPrecision(4))}`;
+}
+function axis() { // begin and length of the time axis
+  const { curves, marks } = view.charts, firsts = [now() - 10];
+  for (const c of Object.values(curves)) { const first = Object.values(c.points)[0]; if (first) firsts.push(first[0]); }
+  for (const each of [Object.values(marks)[0], Object.values(view.generations)[0]]) if (each) firsts.push(each.at);
+  if (!isOver) shownUntil = now();
+  const from = Math.min(...firsts);
+  return [from, Math.max(1, shownUntil - from)];
+}
+function overTime() {
+  const [from, length] = axis(), at = (t) => Math.min(100, Math.max(0, 100 * (t - from) / length));
+  for (const text of $("over-time").querySelectorAll(".axis span:first-child")) setText(text, `${span(length)} ago`);
+  paintMarks(at);
+  const marks = Object.values(view.charts.marks), keys = Object.keys(view.charts.curves).sort((a, b) => rankOf(a) - rankOf(b));
+  const shown = new Map([...$("curves").children].map((child) => [child.dataset.key, child]));
+  keys.forEach((key, i) => {
+    const figure = shown.get(key) || chart(key);
+    if ($("curves").children[i] !== figure) $("curves").insertBefore(figure, $("curves").children[i] || null);
+    paintChart(figure, key, view.charts.curves[key], marks, at);
+  });
+}
+const OWN = ["ticks per second", "processors", "memory", "GPUs", "memory of GPUs"];
+function rankOf(key) { // values of scripts first, in their order
+  const name = key.slice(key.indexOf(":") + 1);
+  return key.startsWith("own:") ? 1000 + OWN.indexOf(name) : 0;
+}
+function chart(key) {
+  const figure = make("figure", "", { "data-key": key }), caption = make("figcaption"), plot = make("div", "", { class: "plot" });
+  const image = svg("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" });
+  image.append(svg("g", {}), svg("path", {}));
+  caption.append(make("span", key.slice(key.indexOf(":") + 1)), make("b"));
+  plot.append(image, make("small"), make("small"));
+  figure.append(caption, plot, make("p"));
+  return figure;
+}
+function paintChart(figure, key, curve, marks, at) {
+  const points = Object.values(curve.points), numbers = points.map((p) => p[1]).filter((v) => typeof v === "number");
+  const isOwn = key.startsWith("own:"), isPercent = isOwn && key !== "own:ticks per second", name = key.slice(key.indexOf(":") + 1);
+  let least = Math.min(...numbers), most = Math.max(...numbers);
+  if (isOwn) { least = 0; most = isPercent ? 100 : Math.max(most, 1e-9); }
+  const height = (v) => most > least ? 97 - 94 * (v - least) / (most - least) : 50;
+  let d = "", isOpen = false;
+  for (const [t, v] of points) {
+    if (typeof v !== "number") { isOpen = false; continue; }
+    const point = `${at(t).toFixed(2)} ${height(v).toFixed(2)}`;
+    d += isOpen ? `L${point}` : `M${point}h0`; // h0: a point between two gaps is a dot
+    isOpen = true;
+  }
+  const [caption, plot, about] = figure.children, [group, path] = plot.firstChild.children;
+  path.setAttribute("d", d);
+  const places = marks.map((m) => `${m.kind} ${at(m.at).toFixed(2)}`).join();
+  if (group.dataset.places !== places) {
+    group.dataset.places = places;
+    group.replaceChildren(...marks.map((m) => svg("line", { class: m.kind, x1: at(m.at), x2: at(m.at), y1: 0, y2: 100 })));
+  }
+  const newest = points.length ? points[points.length - 1][1] : "", m = isOwn ? undefined : view.metrics[name];
+  const unit = isPercent ? " %" : "", value = m ? m.value : newest;
+  setText(caption.children[1], isPercent && typeof value === "number" ? `${value.toFixed(0)} %` : short(value));
+  setText(plot.children[1], numbers.length ? short(most) + unit : ""); setText(plot.children[2], most > least ? short(least) + unit : "");
+  setText(about, isOwn ? ownWords(name) : m ? metricWords(m) : "of an earlier driver");
+  plot.firstChild.setAttribute("aria-label", `${name}: newest ${short(value)}${unit}${numbers.length ? `, from ${short(Math.min(...numbers))} to ${short(Math.max(...numbers))}` : ""}`);
+}
+function ownWords(name) {
+  const hosts = Object.values(view.hosts).filter((h) => h.use && (!name.includes("GPU") || h.use.gpus)).length;
+  return name === "ticks per second" ? "of the job" : hosts > 1 ? `of ${count(hosts, "host")} together` : "of the host";
+}
+function metricWords(m) {
+  const words = [m.rank === undefined ? "of a worker without a rank" : `of rank ${m.rank}`];
+  if (m.workers > 1 && m.least !== undefined) words.push(`${m.workers} ranks: ${short(m.least)} to ${short(m.greatest)}`);
+  if (m.strange) words.push(`${m.strange} not finite`);
+  return words.join("; ");
+}
+function paintMarks(at) {
+  const parent = $("marks"), marks = Object.entries(view.charts.marks), used = Object.keys(KINDS).filter((kind) => marks.some(([, m]) => m.kind === kind));
+  if (parent.dataset.kinds !== `${used}`) {
+    parent.dataset.kinds = `${used}`;
+    $("mark-legend").replaceChildren(...used.map((kind) => {
+      const item = make("li");
+      item.append(shape(kind), KINDS[kind][0]);
+      return item;
+    }));
+  }
+  keyed(parent, view.charts.marks, (m) => {
+    const button = make("button", "", { type: "button", class: m.kind, tabindex: -1 });
+    button.append(shape(m.kind));
+    return button;
+  });
+  if (!(chosen in view.charts.marks)) chosen = "";
+  const current = chosen || (marks.length ? marks[marks.length - 1][0] : ""), ends = new Array(LANES).fill(-Infinity), width = parent.clientWidth;
+  for (const button of parent.children) {
+    const m = view.charts.marks[button.dataset.id], x = at(m.at) * width / 100, free = ends.findIndex((end) => x >= end);
+    const lane = free < 0 ? ends.indexOf(Math.min(...ends)) : free, isCurrent = button.dataset.id === current;
+    ends[lane] = x + MARK_PX;
+    button.style.left = `${at(m.at)}%`;
+    button.style.bottom = `${lane * MARK_PX}px`;
+    button.tabIndex = isCurrent ? 0 : -1;
+    button.setAttribute("aria-pressed", isCurrent);
+    const label = `${clock(m.at)}, ${KINDS[m.kind][0]}: ${m.text}`;
+    if (button.title !== label) { button.title = label; button.setAttribute("aria-label", label); }
+  }
+  const text = $("mark-text"), m = view.charts.marks[current], key = m ? `${m.at} ${m.text}` : "";
+  parent.hidden = !m;
+  if (text.dataset.key === key) return;
+  text.dataset.key = key;
+  text.replaceChildren(...(m ? [shape(m.kind), ` ${clock(m.at)}  ${m.text}`] : ["Nothing has changed the world so far."]));
+}
+function chooseMark(button) {
+  chosen = button.dataset.id;
+  overTime();
+  button.focus();
+}
+function moveMark(event) {
+  const all = [...$("marks").children], i = all.indexOf(event.target.closest("button"));
+  const to = { ArrowLeft: all[i - 1], ArrowRight: all[i + 1], Home: all[0], End: all[all.length - 1] }[event.key];
+  if (i < 0 || !to) return;
+  event.preventDefault();
+  chooseMark(to);
+}
+function use() {
+  const hosts = Object.entries(view.hosts).filter(([, h]) => h.use).sort(([, a], [, b]) => a.order - b.order);
+  const withGpus = hosts.some(([, h]) => h.use.gpus);
+  $("use").hidden = !hosts.length;
+  for (const title of $("use").querySelectorAll("thead th:nth-child(n+4)")) title.hidden = !withGpus;
+  $("use-by-host").replaceChildren(...hosts.map(([name, { use: u }]) => {
+    const row = make("tr");
+    row.append(make("th", name, { scope: "row" }), share("processors", u.cpu, u.cpu === undefined ? "…" : percent(u.cpu)),
+      share("memory", u.memory_bytes / u.memory_total_bytes, `${bytes(u.memory_bytes)} of ${bytes(u.memory_total_bytes)}`));
+    if (withGpus && u.gpus) {
+      row.append(share("GPUs", u.gpu, `${u.gpus} × ${u.gpu === undefined ? "unknown" : percent(u.gpu)}`));
+      row.append(share("memory of GPUs", u.gpu_memory_bytes / u.gpu_memory_total_bytes, `${bytes(u.gpu_memory_bytes)} of ${bytes(u.gpu_memory_total_bytes)}`));
+    } else if (withGpus) row.append(make("td", "none", { "data-label": "GPUs" }), make("td"));
+    return row;
+  }));
+}
+function share(title, part, text) {
+  const cell = make("td", "", { "data-label": title });
+  if (Number.isFinite(part)) {
+    const bar = make("span", "", { class: "part", "aria-hidden": "true" }), filled = make("span");
+    filled.style.width = `${100 * Math.min(1, part)}%`;
+    bar.append(filled);
+    cell.append(bar);
+  }
+  cell.append(text);
+  return cell;
+}
+
 // ------------------------------------------------------------------------------------------------- history and lists
 
 function list(parent, items, build = (text) => make("li", text)) {
@@ -311,8 +475,9 @@ function generations() {
   $("generations").replaceChildren(...all.slice().reverse().map(([number, g]) => {
     const row = make("tr"), change = [g.joined && `joined: ${g.joined}`, g.left && `left: ${g.left}`].filter(Boolean).join("; ");
     const resumed = g.downtime_s === undefined ? "" : span(g.downtime_s) + (g.ticks_lost ? `, ${g.ticks_lost} ticks redone` : "");
-    row.append(make("th", number, { scope: "row" }), ...[clock(g.at), span(seconds(g)), g.wall_s ? percent(g.goodput_s / g.wall_s) : "",
-      `${g.size} on ${g.hosts} ${g.hosts === 1 ? "host" : "hosts"}`, g.cause, change, resumed].map((text) => make("td", text)));
+    const titles = ["began", "duration", "goodput", "workers", "cause", "change", "resumed after"];
+    row.append(make("th", number, { scope: "row", "data-label": "generation" }), ...[clock(g.at), span(seconds(g)), g.wall_s ? percent(g.goodput_s / g.wall_s) : "",
+      `${g.size} on ${g.hosts} ${g.hosts === 1 ? "host" : "hosts"}`, g.cause, change, resumed].map((text, i) => make("td", text, { "data-label": titles[i] })));
     return row;
   }));
   $("timeline").replaceChildren(...all.map(([number, g], i) => {
@@ -321,26 +486,38 @@ function generations() {
     return part;
   }));
 }
-function keyed(parent, entries, build) {
+function keyed(parent, entries, build, newestFirst = false) {
   const known = new Map([...parent.children].map((child) => [child.dataset.id, child]));
   for (const [id, child] of known) if (!(id in entries)) child.remove();
   for (const [id, entry] of Object.entries(entries)) {
     if (known.has(id)) continue;
     const child = build(entry);
     child.dataset.id = id;
-    parent.append(child);
+    if (newestFirst) parent.prepend(child); else parent.append(child);
   }
 }
-function failures() {
-  $("no-failures").hidden = Object.keys(view.failures).length > 0;
-  keyed($("failures"), view.failures, (f) => {
-    const place = [f.rank === undefined ? "" : `rank ${f.rank}`, f.generation ? `generation ${f.generation}` : ""].filter(Boolean).join(", ");
-    const title = `${clock(f.at)}  ${f.reason}${place ? ` (${place})` : ""}`;
-    if (!f.error) return make("p", title);
-    const details = make("details");
-    details.append(make("summary", title), make("pre", f.error, { tabindex: "0" }));
-    return details;
-  });
+function failures() { // the newest first; none of them goes when the job has recovered
+  const entries = Object.entries(view.failures), shown = entries.slice(-SHOWN_FAILURES), rest = entries.slice(0, -SHOWN_FAILURES);
+  const more = $("more-failures"), lost = view.failed - entries.length;
+  $("no-failures").hidden = entries.length > 0;
+  $("failed").hidden = !view.failed;
+  setText($("failed"), count(view.failed, "failure"));
+  more.hidden = !rest.length;
+  setText(more.querySelector("summary"), `${count(rest.length, "earlier failure")}${lost > 0 ? `, and ${lost} that are not kept` : ""}`);
+  for (const [id] of rest) { // an opened one stays open
+    const moved = [...$("failures").children].find((child) => child.dataset.id === id);
+    if (moved) more.querySelector("div").prepend(moved);
+  }
+  keyed(more.querySelector("div"), Object.fromEntries(rest), failure, true);
+  keyed($("failures"), Object.fromEntries(shown), failure, true);
+}
+function failure(f) {
+  const place = [f.rank === undefined ? "" : `rank ${f.rank}`, f.generation ? `generation ${f.generation}` : ""].filter(Boolean).join(", ");
+  const title = `${clock(f.at)}  ${f.reason}${place ? ` (${place})` : ""}`;
+  if (!f.error) return make("p", title);
+  const details = make("details");
+  details.append(make("summary", title), make("pre", f.error, { tabindex: "0" }));
+  return details;
 }
 function lines() {
   const parent = $("lines"), atEnd = parent.scrollTop + parent.clientHeight >= parent.scrollHeight - 8;
@@ -365,7 +542,9 @@ function render(patch) {
   if (patch.figures) times();
   map(patch);
   if (patch.generations) generations();
-  if (patch.failures) failures();
+  if (patch.failures || patch.failed) failures();
+  overTime();
+  if (patch.hosts) use();
   if (patch.lines) lines();
   $("waiting").hidden = !view.waiting.length;
   list($("waiting").querySelector("ul"), view.waiting);
@@ -377,7 +556,7 @@ setInterval(() => { // ages grow without any message
   if (!view.job || isOver) return;
   if (!isDense()) for (const [slot, cell] of cells) paint(slot, cell);
   if (selected && $("detail").firstElementChild) setText($("detail").firstElementChild, about(selected));
-  numbers(); commits(); cooldowns();
+  numbers(); commits(); cooldowns(); overTime();
   const row = $("generations").firstElementChild, newest = Object.values(view.generations).pop();
   if (row && newest && !newest.until) setText(row.children[2], span(now() - newest.at));
 }, 1000);
@@ -438,7 +617,8 @@ function message(kind, { now: at, content }) {
   }
   if (kind === "view") {
     view = content; samples = [];
-    for (const id of ["failures", "lines"]) $(id).replaceChildren();
+    for (const id of ["failures", "lines", "curves", "marks"]) $(id).replaceChildren();
+    $("more-failures").querySelector("div").replaceChildren();
     delete $("map").dataset.painted;
   } else view = merge(view, content);
   sample(at);
@@ -474,6 +654,11 @@ const askToSee = () => ask("This page needs the token", "It shows this job only 
 $("end").addEventListener("click", () => ask("End the job?", "All workers are stopped, as by SIGTERM to elasticrun.", "End the job", () => act("end", {})));
 $("copies").addEventListener("toggle", commits);
 $("map").addEventListener("keydown", move);
+$("marks").addEventListener("keydown", moveMark);
+$("marks").addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (button) chooseMark(button);
+});
 $("map").addEventListener("click", (event) => {
   const cell = event.target.closest("[role=gridcell]");
   if (cell) { focusCell(cell); select(cell.dataset.slot); }

@@ -37,7 +37,7 @@ from elasticstate.net.names import is_own_host
 from elasticstate.net.trust import Crowd, Strangers
 from elasticstate.net.web import Visitor, WebPort, listening_socket, port_of
 from elasticstate.options.kinds import split_address
-from elasticstate.threads import in_thread
+from elasticstate.threads import in_thread, next_beat
 
 if TYPE_CHECKING:
     import socket
@@ -443,6 +443,8 @@ def _done(refusal: str) -> web.Response:
 
 
 _WRITE_INTERVAL_S = 0.5
+_SAMPLE_INTERVAL_S = 1.0
+_SAMPLES_PER_WRITE = 10
 
 
 class Dashboard:
@@ -482,25 +484,47 @@ class Dashboard:
 
     @asynccontextmanager
     async def served(
-        self, controls: Controls, token: str, requires_token: bool, strangers: Strangers
+        self,
+        controls: Controls,
+        token: str,
+        requires_token: bool,
+        strangers: Strangers,
+        sample: Callable[[float], None],
     ) -> AsyncIterator[None]:
-        """Serve the page. ``requires_token``: seeing it needs the token over the loopback interface, too."""
+        """Serve the page. ``requires_token``: seeing it needs the token over the loopback interface, too.
+
+        ``sample(time)`` is called each second, and adds to the curves of the history.
+        """
         self._server = server = DashboardServer(controls, token, requires_token)
         await server.start(self._listening, strangers)
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self._report.log(f"dashboard: http://{shown}:{self.port}/")
-        writing = asyncio.ensure_future(self._write_regularly())
+        beside = {
+            asyncio.ensure_future(self._write_regularly()),
+            asyncio.ensure_future(self._sample_regularly(sample)),
+        }
         try:
             yield
         finally:
-            writing.cancel()
-            await asyncio.wait({writing})
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+            sample(time.time())  # the last values
             await server.close()
 
     def _has_changed(self) -> None:
         self._has_news.set()
         if self._server is not None:
             self._server.news()
+
+    async def _sample_regularly(self, sample: Callable[[float], None]) -> None:
+        samples = 0
+        while True:
+            await next_beat(_SAMPLE_INTERVAL_S)
+            sample(time.time())
+            samples += 1
+            if samples % _SAMPLES_PER_WRITE == 0:
+                self._has_news.set()
 
     async def _write_regularly(self) -> None:
         while True:

@@ -5,6 +5,7 @@ All times are Unix times, not ages, so that what does not change is not sent aga
 
 from __future__ import annotations
 
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -15,9 +16,12 @@ from elasticstate.core.diagnostics import why_empty
 from elasticstate.core.state import Host, Over, Phase, Running, Slot, Worker
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed
+from elasticstate.driver.dashboard.charts import Charts
 from elasticstate.driver.job import JobState
+from elasticstate.driver.readings import Metric, shown
 from elasticstate.driver.status import DurableFigures, ShardsOverview, host_state, overview_of, worker_state
 from elasticstate.failures import WorkerFailure
+from elasticstate.net.messages import HostUse
 
 # ---------------------------------------------------------------------------------------------------------- merge patch
 
@@ -49,6 +53,7 @@ def difference(old: View, new: View) -> View:
 
 _MOST_GENERATIONS = 200
 _MOST_FAILURES = 50
+_FIRST_FAILURES = 10  # of them, the first ones of the job: the others may be their consequences
 _MOST_LINES = 200
 _LONGEST_ERROR = 8000  # characters
 _LONGEST_LINE = 500
@@ -67,8 +72,11 @@ class History(msgspec.Struct):
     loss: str = ""  # the first failure of a member or a host since the newest world: the cause behind ``cause``
     left: list[str] = []  # slots of the workers that the newest world has lost
     unresponsive: dict[str, str] = {}  # by worker: why its agent kills it
+    failed: int = 0  # failures so far
+    charts: Charts = msgspec.field(default_factory=Charts)
 
     def event(self, name: str, fields: Any, at: float) -> None:
+        self.charts.event(name, fields, at)
         match name:
             case "end":
                 self.cause = fields["cause"]
@@ -97,6 +105,7 @@ class History(msgspec.Struct):
         rank = {} if failure.rank is None else {"rank": failure.rank}
         if rank and worker not in self.left:  # else: the newest world was formed because of it
             self.loss = self.loss or str(about["reason"])
+        self.charts.mark("hang" if why else "failure", at, about["reason"])
         error = failure.error.rstrip()[-_LONGEST_ERROR:]
         self._add_failure({**about, **rank, "at": at, "generation": failure.generation, "error": error})
 
@@ -129,17 +138,19 @@ class History(msgspec.Struct):
         self._add_failure({**about, "error": error})
 
     def _add_failure(self, failure: View) -> None:
-        self._add(self.failures, failure, _MOST_FAILURES)
+        self.failed += 1
+        self._add(self.failures, failure, _MOST_FAILURES, _FIRST_FAILURES)
 
-    def _add(self, to: dict[str, View], entry: View, most: int) -> None:
+    def _add(self, to: dict[str, View], entry: View, most: int, first: int = 0) -> None:
         self.numbers += 1
         to[str(self.numbers)] = entry
-        _shorten(to, most)
+        _shorten(to, most, first)
 
 
-def _shorten(entries: dict[str, View], most: int) -> None:
+def _shorten(entries: dict[str, View], most: int, first: int = 0) -> None:
+    """Remove the oldest entries that are too many, but keep the first ones."""
     while len(entries) > most:
-        del entries[next(iter(entries))]
+        del entries[next(islice(entries, first, None))]
 
 
 def decoded(data: bytes) -> History:
@@ -167,12 +178,15 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         },
         "world": {"generation": overview.generation, "size": overview.size, "living": overview.living},
         "figures": {**_without_none(overview.figures), "ticks": overview.ticks},
-        "hosts": {name: _host(host, now, ahead_s) for name, host in m.hosts.items()},
+        "hosts": {name: _host(host, state.readings.use.get(name), now, ahead_s) for name, host in m.hosts.items()},
         "workers": _workers(m, now, ahead_s),
         "waiting": list(overview.waiting_for),
         "stragglers": _stragglers(m.phase),
         "generations": dict(history.generations),
         "failures": dict(history.failures),
+        "failed": history.failed,
+        "metrics": {name: _metric(metric) for name, metric in state.readings.metrics(m).items()},
+        "charts": history.charts.view(),
         "lines": dict(history.lines),
     }
     if overview.commit is not None:
@@ -216,8 +230,22 @@ def _stragglers(phase: Phase) -> list[str]:
     return [f"{s.worker} (rank {s.rank}): {s.factor:.2f} times the own time of the others" for s in found]
 
 
-def _host(host: Host, now: float, ahead_s: float) -> View:
+def _metric(metric: Metric) -> View:
+    """Return the newest value of a name, and what the living workers have reported."""
+    view: View = {"value": shown(metric.value), "workers": len(metric.values)}
+    if metric.rank is not None:
+        view["rank"] = metric.rank
+    if finite := [value for value in metric.values if isfinite(value)]:
+        view |= {"least": min(finite), "greatest": max(finite)}
+    if strange := len(metric.values) - len(finite):
+        view["strange"] = strange
+    return view
+
+
+def _host(host: Host, use: HostUse | None, now: float, ahead_s: float) -> View:
     view: View = {"state": host_state(host, now), "slots": host.slots, "order": host.order}
+    if use is not None and host.agent == "joined":
+        view["use"] = _without_none(use._asdict())
     if host.rack:
         view["rack"] = host.rack
     if why := host.draining or (f"its agent {host.loss}" if host.loss else ""):

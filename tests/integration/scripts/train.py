@@ -48,6 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--more", action="append", default=[], help="beginning of the workers with one more value")
     parser.add_argument("--boot-until", type=Path, help="become ready only when this file exists")
     parser.add_argument("--until", type=Path, help="train on until this file exists, then --steps steps more")
+    parser.add_argument("--metric", action="append", default=[], help="name of a metric: the number of the step")
     return parser.parse_args()
 
 
@@ -146,6 +147,8 @@ def train(state: elastic.TorchState) -> int:
             one_step(ddp)
             time.sleep(args.step_seconds)
             state.step += 1
+            for name in args.metric:
+                elastic.report_metric(name, state.step)
             if args.digests:
                 note("step", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer))
             if state.step == 5:
