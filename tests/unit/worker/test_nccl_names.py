@@ -1,4 +1,4 @@
-"""What the NCCL path uses of torch exists in the torch that is installed. Skipped with builds for CPUs.
+"""The installed torch has what the NCCL path uses of it. Skipped with builds for CPUs.
 
 It needs no GPU: ``make test-versions`` runs it with torch's CUDA wheels of several versions.
 """
