@@ -37,7 +37,7 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, 
 test: setup  ## lint and all tests; the last lines name what failed
 	@$(BIN)/python tests/run.py
 
-test-versions:  ## chosen tests on several versions of torch and Python: make test-versions PAIRS="2.6+3.10 2.15+3.12"; ALL=1: all unit tests
+test-versions:  ## chosen tests on several versions of torch and Python: make test-versions PAIRS="2.11+3.10 2.15+3.12"; ALL=1: all unit tests
 	@$(PYTHON) tests/versions.py $(PAIRS) $(if $(ALL),--all)
 
 chaos: setup  ## 10,000 simulated schedules; the long versions of tests; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7

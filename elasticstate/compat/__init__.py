@@ -14,7 +14,7 @@ from platform import python_version
 
 from elasticstate.log import logger
 
-CHECKED = {"torch": "2.6 to 2.15", "Python": "3.10 to 3.13", "lightning": "2.6"}
+CHECKED = {"torch": "2.11 to 2.15", "Python": "3.10 to 3.13", "lightning": "2.6"}
 """The versions in which the names of this package were checked (``make test-versions``)."""
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed.tensor. Checked with torch 2.6 to 2.15.
+"""Private names of torch.distributed.tensor. Checked with torch 2.11 to 2.15.
 
 - ``DTensor._local_tensor``: the public ``to_local()`` goes through autograd, and takes ten times as long.
 - ``placement_types._StridedShard``: placement of a parameter with FSDP2 on top of tensor parallelism. It has no public

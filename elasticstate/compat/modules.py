@@ -1,4 +1,4 @@
-"""Private names of torch's modules, optimizers and loaders. Checked with torch 2.6 to 2.15 and torchdata 0.11.
+"""Private names of torch's modules, optimizers and loaders. Checked with torch 2.11 to 2.15 and torchdata 0.11.
 
 - ``Module._parameters``, ``_buffers``, ``_modules``: ``named_parameters`` and similar methods take three walks, and do
   not yield buffers that are None.

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed. Checked with torch 2.6 to 2.15.
+"""Private names of torch.distributed. Checked with torch 2.11 to 2.15.
 
 - ``distributed_c10d._new_process_group_helper``: creates the groups of ``init_process_group``, ``new_group`` and
   ``DeviceMesh``. ``ProcessGroup.split_group``, which is public, creates the others. torch has no public hook for both.

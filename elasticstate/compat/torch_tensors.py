@@ -1,4 +1,4 @@
-"""Private names of tensors. Checked with torch 2.6 to 2.15.
+"""Private names of tensors. Checked with torch 2.11 to 2.15.
 
 - ``torch._foreach_copy_``: copies many tensors in one call; 100 small ones in less than half the time of single copies
   (on a CPU), and with one kernel instead of 100 on a GPU.
@@ -132,7 +132,7 @@ def _read(memory: int, address: int, layout: str) -> tuple[int, ...] | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- aliases
-# Detection of writes that torch's version counter does not count. Checked with torch 2.6 to 2.15: ``can_watch``.
+# Detection of writes that torch's version counter does not count. Checked with torch 2.11 to 2.15: ``can_watch``.
 #
 # A write through ``tensor.data``, a numpy array, a storage, DLPack or a collective changes no version. Each of these
 # needs a *handle* first: another object that refers to the tensor's memory. This module detects who asks for a handle

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from elasticstate.mpi.driver_part import Applicant, Mpirun
 from elasticstate.private import open_directory, write_file
@@ -20,6 +21,8 @@ from tests.kit.forks import Template
 from tests.kit.ranks import SOON_S, Rank, Ranks
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
+# torch with NCCL creates its groups in code that the fake does not replace
+REAL_NCCL = pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL, which the fake cannot replace")
 NO_NCCL2 = pytest.mark.skipif(not torch_name("nccl2"), reason="this torch has no nccl2")
 FAKES = {
     "fake nccl": ("nccl", {"names": ["nccl"]}),  # torch up to 2.13
@@ -28,6 +31,8 @@ FAKES = {
 }
 GPUS = [pytest.param("nccl", marks=NO_GPU), pytest.param("nccl2", marks=[NO_GPU, NO_NCCL2])]
 LATER = ("fake nccl2", "fake nccl-legacy")  # of torch 2.15
+FAKE = [pytest.param("fake nccl", marks=REAL_NCCL)]
+FAKE += [pytest.param(name, marks=[REAL_NCCL, pytest.mark.long]) for name in LATER]
 
 
 @pytest.fixture
@@ -61,9 +66,7 @@ def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
         os.close(directory)
 
 
-@pytest.fixture(
-    params=["gloo", "mpi", "fake nccl", *(pytest.param(name, marks=pytest.mark.long) for name in LATER), *GPUS]
-)
+@pytest.fixture(params=["gloo", "mpi", *FAKE, *GPUS])
 def ranks(request: pytest.FixtureRequest, template: Template, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
     backend, *fake = FAKES.get(request.param, (request.param,))
     made = Ranks(

@@ -281,6 +281,13 @@ class MpiGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
+    supports_coalescing = False  # torch 2.14 and later look at this part before a batch of sends and receives
+
+    def _get_backend(self, device: torch.device) -> MpiGroup:
+        if device.type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
     # ------------------------------------------------------------------------------------------------------ collectives
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
