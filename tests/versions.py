@@ -90,7 +90,7 @@ class Pair:
         pip = [self._bin / "pip", "install", "--no-cache-dir", "--quiet", "--constraint", constraints]
         self._command([*pip, "torch"])
         self._say("installing the package, and what its tests need")
-        self._command([*pip, "setuptools", "cmake", "nanobind"])
+        self._command([*pip, "setuptools>=70.1", "cmake", "nanobind"])
         extras = "dev-all,mpi" if self._all_units else "dev,mpi"
         self._command([*pip, "--no-build-isolation", "--editable", f".[{extras}]", "torchdata"])
         print_versions = "import sys, torch; print('torch', torch.__version__, 'and Python', sys.version.split()[0])"
