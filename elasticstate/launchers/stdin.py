@@ -8,6 +8,7 @@ get the terminal while a shell reads that.
 from __future__ import annotations
 
 import os
+import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -66,6 +67,8 @@ def _has_one_worker_here(options: Options) -> bool:
 
 def _why_unusable() -> str:
     """Return why no worker can read stdin, as a clause; "" if one can."""
+    if sys.stdin is None:
+        return "stdin is closed"
     if os.path.samestat(os.fstat(0), os.stat(os.devnull)):
         return "stdin is /dev/null"
     return "" if not os.isatty(0) or _is_in_foreground() else "elasticrun is in the background of its terminal"

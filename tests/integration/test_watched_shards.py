@@ -156,7 +156,7 @@ def the_page_shows_the_copies(page: Page) -> None:
     soon(commits, re.compile(r"newest durable copy\(1, \d+\)[\d.]+ s ago, [\d.]+ MB"))
     expect(page.get_by_role("list", name="Troubles with copies")).to_be_hidden()
     for host, rack in (("localhost", "left"), ("127.0.0.2", "right")):
-        soon(page.get_by_role("rowheader").filter(has_text=host), f"joined, rack {rack}")
+        soon(page.get_by_role("grid").get_by_role("rowheader").filter(has_text=host), f"joined, rack {rack}")
     commits.get_by_text("Memory of copies by host").focus()
     page.keyboard.press("Enter")
     table = commits.get_by_role("table")
