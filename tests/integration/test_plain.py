@@ -198,7 +198,7 @@ def test_a_new_driver_continues_a_job_of_plain_workers(tmp_path: Path) -> None:
 def test_a_worker_ends_although_a_collective_is_in_flight_at_its_end(tmp_path: Path, template: str) -> None:
     """With torch 2.13 alone, such a process waits for itself for ever, or aborts."""
     command = [sys.executable, str(SCRIPTS / "in_flight.py")]
-    with Job(tmp_path, "-np", "2", "--max-restarts", "1", template, command=command) as job:
+    with Job(tmp_path, "-np", "2", "--min-np", "2", "--max-restarts", "1", template, command=command) as job:
         job.finish(0, timeout=200)
     assert job.output.count("trained") in {2, 3}
     assert [e["exit_code"] for e in job.events("worker_exited")][-2:] == [0, 0]
