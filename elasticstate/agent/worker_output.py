@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -24,13 +26,14 @@ _TAIL_LINES = 20
 _FATAL = "Fatal Python error: "  # the report of faulthandler begins with it, and has the innermost call first
 _TRACKER = "resource_tracker: There appear to be"  # it removes what a killed process has left, and warns of it
 _MOMENT_S = 0.2  # a worker that waits longer for its output is reported; the end of a worker waits no longer for output
+_PROMPT_S = 0.02  # an incomplete line that nothing has followed for so long is a prompt
 _SHOWN_LINES = 100  # of each stream, in the dashboard
 _SHOWN_CHARACTERS = 16 * 1024  # likewise
 _ENDS = ("out", "err")  # suffixes of log files
 
 
 class Tagger:
-    """Puts a tag before each line. An incomplete line is kept back. Without a tag, output passes as it is."""
+    """Puts a tag before each line. An incomplete line is kept back."""
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
@@ -38,8 +41,6 @@ class Tagger:
 
     def feed(self, data: bytes) -> bytes:
         """Return the lines that are complete by now."""
-        if not self._tag:
-            return data
         lines = (self._rest + data).splitlines(keepends=True)  # a progress bar ends its lines with a carriage return
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         lines = [self._tag + line for line in lines]
@@ -49,8 +50,13 @@ class Tagger:
 
     def end(self) -> bytes:
         """Return the last line, if it is incomplete."""
-        rest, self._rest = self._rest, b""
+        rest = self.prompt()
         return self._tag + rest + b"\n" if rest else b""
+
+    def prompt(self) -> bytes:
+        """Return what is kept back, as it is."""
+        rest, self._rest = self._rest, b""
+        return rest
 
 
 class Audience:
@@ -73,9 +79,12 @@ class Audience:
 class Pump:
     """Carries one stream of one worker, until its end, to the log file and the terminal."""
 
-    def __init__(self, terminal: Writer, tag: str, log: Writer | None, audience: Audience | None) -> None:
-        """``audience`` None: the terminal shows nothing."""
+    def __init__(
+        self, terminal: Writer, tag: str, log: Writer | None, audience: Audience | None, has_prompts: bool = False
+    ) -> None:
+        """``audience`` None: the terminal shows nothing. ``has_prompts``: somebody types behind incomplete lines."""
         self._terminal = terminal
+        self._has_prompts = has_prompts
         self._tagger = Tagger(tag.encode())
         self._log = log
         self._audience = audience
@@ -101,7 +110,7 @@ class Pump:
         """Carry data until the end of the pipe. When cancelled, output that was kept back is still written."""
         try:
             async with reading(pipe) as reader:
-                while data := await reader.read(_CHUNK_BYTES):
+                while data := await self._read(reader):
                     self._tail = (self._tail + data)[-_LONGEST_LINE_BYTES:]
                     await self._carry(self._shown(self._tagger.feed(data)), data)
         finally:
@@ -111,6 +120,14 @@ class Pump:
         await self._terminal.flushed(_MOMENT_S)
         if self._log is not None:
             await self._log.flushed(_MOMENT_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        """Read more. A prompt is shown when nothing follows it: print() writes each of its arguments by itself."""
+        if self._has_prompts:
+            with suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(reader.read(_CHUNK_BYTES), _PROMPT_S)
+            self._terminal.put(self._shown(self._tagger.prompt()))
+        return await reader.read(_CHUNK_BYTES)
 
     async def _carry(self, shown: bytes, data: bytes) -> None:
         """Write data to log file and terminal. A worker waits for a slow log file.
@@ -163,8 +180,8 @@ class Outputs:
         logs = self._open_logs(worker, options.log_dir)
         (stdout,), (stderr,) = self._writers["stdout"], self._writers["stderr"]
         self._pumps[worker] = (
-            Pump(stdout, tag, logs[0], audience if options.tee & 1 or is_interactive else None),
-            Pump(stderr, tag, logs[1], audience if options.tee & 2 or is_interactive else None),
+            Pump(stdout, tag, logs[0], audience if options.tee & 1 or is_interactive else None, is_interactive),
+            Pump(stderr, tag, logs[1], audience if options.tee & 2 or is_interactive else None, is_interactive),
         )
         return self._pumps[worker]
 

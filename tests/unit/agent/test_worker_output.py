@@ -91,6 +91,32 @@ def test_the_log_is_appended_without_tags(tmp_path: Path) -> None:
     assert log.read_bytes() == b"earlier\nnow\nno end"
 
 
+def test_a_prompt_is_shown_although_it_has_no_end_and_a_line_in_pieces_is_shown_whole() -> None:
+    async def run() -> list[bytes]:
+        reader, writer = os.pipe()
+        source, sink = os.pipe()
+        terminal = Writer(writer)
+        running = asyncio.ensure_future(
+            Pump(terminal, "", None, EVERYBODY, has_prompts=True).run(os.fdopen(source, "rb", buffering=0))
+        )
+        shown = []
+        for pieces in ((b"rank", b" ", b"1", b"\n"), (b"name? ",)):
+            for piece in pieces:  # without a pause: the pump reads them one by one
+                os.write(sink, piece)
+                await asyncio.sleep(0)
+            while not select.select([reader], [], [], 0)[0]:
+                await asyncio.sleep(0.001)
+            shown.append(os.read(reader, 100))
+        os.close(sink)
+        await running
+        terminal.close()
+        for pipe in (reader, writer):
+            os.close(pipe)
+        return shown
+
+    assert asyncio.run(run()) == [b"rank 1\n", b"name? "]
+
+
 def test_the_last_lines_are_kept() -> None:
     _, pump = pumped(b"".join(b"%d\n" % n for n in range(1000)), "", None)
     assert pump.last_lines.split("\n") == [str(n) for n in range(980, 1000)]
