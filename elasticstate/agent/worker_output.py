@@ -38,24 +38,28 @@ class Tagger:
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
         self._rest = b""
+        self._is_open = False  # something was shown behind the last line's end
 
     def feed(self, data: bytes) -> bytes:
         """Return the lines that are complete by now."""
         lines = (self._rest + data).splitlines(keepends=True)  # a progress bar ends its lines with a carriage return
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        self._is_open = self._is_open and not lines
         lines = [self._tag + line for line in lines]
         if len(self._rest) > _LONGEST_LINE_BYTES:
             lines.append(self.end())
         return b"".join(lines)
 
     def end(self) -> bytes:
-        """Return the last line, if it is incomplete."""
+        """Return the rest of the last line, if it is incomplete, with an end."""
         rest = self.prompt()
-        return self._tag + rest + b"\n" if rest else b""
+        is_open, self._is_open = self._is_open, False
+        return self._tag + rest + b"\n" if is_open else b""
 
     def prompt(self) -> bytes:
         """Return what is kept back, as it is."""
         rest, self._rest = self._rest, b""
+        self._is_open = self._is_open or bool(rest)
         return rest
 
 

@@ -109,12 +109,13 @@ def test_a_prompt_is_shown_although_it_has_no_end_and_a_line_in_pieces_is_shown_
             shown.append(os.read(reader, 100))
         os.close(sink)
         await running
+        shown.append(os.read(reader, 100))
         terminal.close()
         for pipe in (reader, writer):
             os.close(pipe)
         return shown
 
-    assert asyncio.run(run()) == [b"rank 1\n", b"name? "]
+    assert asyncio.run(run()) == [b"rank 1\n", b"name? ", b"\n"], "what follows the worker begins on a line of its own"
 
 
 def test_the_last_lines_are_kept() -> None:
