@@ -94,8 +94,6 @@ def _number(name: str, value: object, is_due: bool) -> float | torch.Tensor:
                 raise TypeError(f"a tensor of {value.numel()} elements; pass one element, such as value.mean()")
             if value.is_complex():
                 raise TypeError("a complex one")
-            if value.is_meta:
-                raise TypeError("a tensor on the meta device, which has no data")
             if value.device.type != "cpu" and not is_due:
                 return value.detach().clone()  # its owner may change it in place
         elif isinstance(value, str | bytes):

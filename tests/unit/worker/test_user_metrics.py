@@ -94,11 +94,7 @@ def test_not_a_number_is_a_value(sent: list[dict[str, float]]) -> None:
     assert math.isnan(sent[0]["x"])
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["1.5", b"1", None, 1j, [1.0], torch.ones(2), torch.tensor(1j), torch.empty((), device="meta"), 10**400, {}],
-    ids=str,
-)
+@pytest.mark.parametrize("value", ["1.5", b"1", None, 1j, [1.0], torch.ones(2), torch.tensor(1j), 10**400, {}])
 def test_other_values_are_errors_of_the_call(sent: list[dict[str, float]], value: object) -> None:
     with pytest.raises(UsageError, match=r"'x'.*is no number"):
         report_metric("x", value)  # type: ignore[arg-type]
