@@ -579,8 +579,8 @@ class Driver:
             else:
                 reason = (
                     f"--debug-rank {rank}: the worker with this rank is on host {worker.host}, which cannot read this "
-                    "terminal. Give a rank of this machine, or run elasticrun there; or call "
-                    f"debugpy.listen(('0.0.0.0', 5678)) in the script, and attach an editor to {worker.host}:5678"
+                    "terminal. Give a rank of this machine, or run elasticrun there; or call debugpy.listen(5678) in "
+                    f"the script, and attach an editor by way of ssh -L 5678:localhost:5678 {worker.host}"
                 )
                 self._state.outcome = Outcome(1, "failed", t.RootCause(reason))
         return worker.slot_id == self._debugged
