@@ -112,7 +112,7 @@ def has_job_state(m: Draft | Membership, worker: Worker) -> bool:
 # learn that from the first failure only. So the core warns, once in a job, when a world has completed many ticks, or
 # has trained for long, and no member has called ``commit()`` in the whole job. A call whose tick is not saved
 # (``commit(every=N)``) counts, because commits will come. A world without any tick has a notice of its own
-# (hangs.py), which says the same.
+# (health.py), which says the same.
 #
 # A job may also commit once, or seldom, and train on. Then a failure loses much of a tick, which no number of ticks
 # says.

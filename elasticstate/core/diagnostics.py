@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from elasticstate.core.commits import awaited
-from elasticstate.core.hangs import stall_lines, standstill_line
+from elasticstate.core.health import stall_lines, standstill_line
 from elasticstate.core.ids import SlotId
 from elasticstate.core.sharded import awaited_copies
 from elasticstate.core.state import (

@@ -11,8 +11,15 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import accounting, commits, event_file, plain, sharded, types as t, waiting
-from elasticstate.core.ending import earlier
-from elasticstate.core.hangs import call_reported, collectives_reported, hang_text, report_hang, where_reported
+from elasticstate.core.health import (
+    call_reported,
+    collectives_reported,
+    hang_text,
+    pace_reported,
+    report_hang,
+    where_reported,
+)
+from elasticstate.core.running import earlier
 from elasticstate.core.slots import (
     host_is_lost,
     hosts_discovered,
@@ -25,7 +32,6 @@ from elasticstate.core.slots import (
     workers_on,
 )
 from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
-from elasticstate.core.stragglers import pace_reported
 from elasticstate.failures import how_it_ended, signal_name
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))

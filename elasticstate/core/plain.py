@@ -15,8 +15,15 @@ from msgspec.structs import replace
 
 from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.diagnostics import missing, names
-from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, fail_without_progress, first_cause
-from elasticstate.core.running import drain_time
+from elasticstate.core.running import (
+    become_over,
+    count_reset,
+    drain_time,
+    earlier,
+    fail_job,
+    fail_without_progress,
+    first_cause,
+)
 from elasticstate.core.slots import (
     long_s,
     may_train_on,

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import activity_of, follow
-from elasticstate.core.ending import end_now
 from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
 from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
+from elasticstate.core.running import end_now
 from elasticstate.core.slots import record_incarnation
 from elasticstate.core.state import Draft, Failure, Finishing, Host, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership

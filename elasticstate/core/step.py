@@ -22,7 +22,7 @@ from elasticstate.core.accounting import follow
 from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
-from elasticstate.core.hangs import end_stalls, end_standstill
+from elasticstate.core.health import end_stalls, end_standstill, end_stragglers
 from elasticstate.core.plain import round_deadlines, together
 from elasticstate.core.policy import Policy
 from elasticstate.core.running import (
@@ -49,12 +49,11 @@ from elasticstate.core.state import (
     Together,
     Waiting,
 )
-from elasticstate.core.stragglers import end_stragglers
 from elasticstate.core.types import Effect, Event, Shards
 from elasticstate.core.waiting import forming, forming_deadlines, waiting, waiting_deadlines
 
 # ---------------------------------------------------------------------------------------------------------------- rules
-# The decisions: one rule per phase (the form of etcd's raft), each in a module of its own; ends are in ending.py.
+# The decisions: one rule per phase (the form of etcd's raft), in the modules of the phases.
 #
 # A rule compares the draft and the time with its conditions, makes the first transition that applies, and writes the
 # reason to ``d.reason``. Beside each rule, a function yields the deadlines of its phase. A rule and its deadlines use

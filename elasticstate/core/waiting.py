@@ -10,8 +10,21 @@ from math import inf
 from elasticstate.core import event_file, types as t
 from elasticstate.core.commits import awaited, has_job_state
 from elasticstate.core.diagnostics import missing, names
-from elasticstate.core.ending import (
+from elasticstate.core.health import check_ticks, reports_until, standstill_deadlines
+from elasticstate.core.plain import (
+    first_rounds,
+    has_finished,
+    is_running,
+    mixture,
+    restarts_are_limited,
+    round_deadlines,
+    waiting_plain,
+    waiting_plain_deadlines,
+)
+from elasticstate.core.running import (
+    become_finishing,
     become_over,
+    become_running,
     drain_deadlines,
     earlier,
     end_now,
@@ -26,18 +39,6 @@ from elasticstate.core.ending import (
     suspects_of,
     verdict_deadlines,
 )
-from elasticstate.core.hangs import check_ticks, reports_until, standstill_deadlines
-from elasticstate.core.plain import (
-    first_rounds,
-    has_finished,
-    is_running,
-    mixture,
-    restarts_are_limited,
-    round_deadlines,
-    waiting_plain,
-    waiting_plain_deadlines,
-)
-from elasticstate.core.running import become_finishing, become_running
 from elasticstate.core.sharded import awaited_copies, exiting, find_line, hosts_of, is_sharded
 from elasticstate.core.slots import (
     FAILURES_IN_A_ROW,

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from elasticstate.core import event_file
 from elasticstate.core.accounting import figures_of, ticks_of
-from elasticstate.core.hangs import no_tick_text
+from elasticstate.core.health import no_tick_text
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Running, Together, living_members
 from elasticstate.core.step import Membership

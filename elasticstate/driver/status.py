@@ -11,12 +11,11 @@ from msgspec import Struct
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, why_empty
 from elasticstate.core.figures import JobFigures
-from elasticstate.core.hangs import no_tick_text
+from elasticstate.core.health import no_tick_text, straggler_lines
 from elasticstate.core.ids import CommitId
 from elasticstate.core.sharded import replicas_of
 from elasticstate.core.state import Host, Over, Running, Worker, living_members
 from elasticstate.core.step import Membership, waiting_for
-from elasticstate.core.stragglers import straggler_lines
 from elasticstate.core.types import CopyFigures, ShardLayout, number_of
 from elasticstate.machine import format_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
-from elasticstate.core.hangs import DEFAULT_GROUP, compare
+from elasticstate.core.health import DEFAULT_GROUP, compare
 from elasticstate.core.step import Membership, step
 from elasticstate.core.types import Collective, CollectivesReport
 from tests.kit.core import RUNNING, drive, kinds, only

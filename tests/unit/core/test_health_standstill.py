@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticstate.core.hangs import ANSWER_S, no_tick_text
+from elasticstate.core.health import ANSWER_S, no_tick_text
 from elasticstate.core.step import waiting_for
 from tests.kit.core import START, STARTED, after, kinds, notes, times
 
