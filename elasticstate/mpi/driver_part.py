@@ -163,6 +163,7 @@ class Mpirun:
             while session_members(pid) and time.monotonic() < deadline:
                 time.sleep(_LOOK_INTERVAL_S)
         if self._process is not None:
+            self._process.kill()  # also if the file with its number is gone
             self._process.wait()
             self._process = None
         if self._bell is not None:
