@@ -65,7 +65,7 @@ bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampli
 bench-gpu: setup  ## commits from a GPU next to torch's own copies
 	$(BIN)/python tests/bench/bench_gpu.py
 
-check-gpu: setup  ## the NCCL path on one GPU, in 8 minutes, with a report; exit status 77 without a GPU: make check-gpu FAKE=1 simulates one, BACKEND=nccl2 checks torch's new backend
+check-gpu: setup  ## the NCCL path on one GPU, in 8 minutes, with a report; error 77 without a GPU: make check-gpu FAKE=1 simulates one, BACKEND=nccl2 checks torch's new backend
 	$(BIN)/python tests/gpu/check_gpu.py $(if $(FAKE),--fake) $(if $(BACKEND),--backend $(BACKEND)) --out $(or $(OUT),build/check-gpu)
 
 lint: setup  ## ruff and mypy --strict

@@ -46,7 +46,7 @@ FAKE_PATIENCE = 4  # the simulated device, on a machine that may be loaded, is g
 SIZE = 4  # ranks of a job
 PATIENCE_S = 60.0  # longest wait for the next step after a fault
 LONG = ("stop", "kill", "assert", "leave", "kill", "stop", "assert", "kill", "leave", "kill", "assert", "kill", "leave")
-SHORT = ("kill", "leave", "kill", "assert", "stop")
+SHORT = ("kill", "leave", "kill", "assert", "stop", "stay")
 FAKES = {"nccl": {"names": ["nccl-legacy"]}, "nccl2": {"names": ["nccl-legacy", "nccl2", "nccl"], "nccl_is": "nccl2"}}
 FORK = """
 import importlib, os, sys
@@ -201,7 +201,7 @@ def bare_torch(found: Found, machine: Machine, folder: Path) -> None:
 
 def short_job(found: Found, machine: Machine, folder: Path) -> None:
     """A real job under each kind of fault."""
-    faults = ("kill", "leave", "assert") if machine.fake else SHORT
+    faults = ("kill", "leave", "assert", "stay") if machine.fake else SHORT
     run_job(found, folder / "job", machine.backend, machine, faults)
 
 

@@ -20,7 +20,7 @@ STEPS_BETWEEN = 3  # that each member of a full world has made before the next f
 OPTIONS = (
     *("--join-window", "0.5", "--min-interrupt-distance", "0.5", "--reset-limit", "1000"),
     *("--heartbeat-timeout", "3", "--stop-timeout", "5", "--regroup-timeout", "30", "--cooldown-range", "0.2", "1"),
-    *("--start-timeout", "60", "--elastic-timeout", "60"),
+    *("--start-timeout", "60", "--elastic-timeout", "60", "--collective-timeout", "10"),
 )
 
 
@@ -74,7 +74,8 @@ class Training:
     def strike(self, kind: str, turn: int) -> float:
         """Make a fault in the full world. Return the milliseconds to the next step of the last survivor.
 
-        ``kind``: kill, stop, assert, or leave (with a join afterwards). ``turn`` chooses the rank.
+        ``kind``: kill, stop, assert, stay (away from a collective for too long), or leave (with a join afterwards).
+        ``turn`` chooses the rank.
         """
         members = self.wait_until_full()
         generation = next(iter(members.values()))["generation"]
@@ -84,11 +85,11 @@ class Training:
         if kind == "leave":
             taken = self._name_of(victim)
             self._hosts.set(*(name for name in self._names if name != taken))
-        elif kind == "assert":
-            (self._folder / f"assert-{victim}").touch()
+        elif kind in ("assert", "stay"):
+            (self._folder / f"{kind}-{victim}").touch()
         else:
             os.kill(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        survivors = members.keys() - {victim}
+        survivors = members.keys() - ({victim} if kind != "stay" else set())
 
         def next_world() -> list[Line]:
             """Return the first step of each member of the next world."""
@@ -102,8 +103,10 @@ class Training:
             return [*steps.values()] if steps and len(steps) == size else []
 
         steps = self._wait_for(f"step after a {kind}", next_world)
-        if kind == "assert":
-            struck_ns = next(line["ns"] for line in self.job.log("assert") if line["pid"] == victim)
+        if kind in ("assert", "stay"):
+            struck_ns = next(line["ns"] for line in self.job.log(kind) if line["pid"] == victim)
+        if kind == "stay" and "taken longer than --collective-timeout" not in self.job.output:
+            self.changed_processes.append("nobody has found the collective that hangs")
         after = {line["pid"] for line in steps}
         if kind == "leave":
             self._hosts.set(*self._names)
@@ -111,7 +114,7 @@ class Training:
         after |= self.members().keys()
         for pid in sorted(survivors - after):
             self.changed_processes.append(f"process {pid}, rank {members[pid]['rank']}, after a {kind}")
-        if victim in after:
+        if victim in after and kind != "stay":
             self.changed_processes.append(f"process {victim} lives on after a {kind}")
         return max(line["ns"] for line in steps) / 1e6 - struck_ns / 1e6
 

@@ -4,7 +4,8 @@ All sums are exact, so the weights have the same bits after the same number of s
 sample's gradient is a multiple of 2^-16 in float64. Several ranks share one GPU: NCCL refuses that on one host, and by
 another NCCL_HOSTID each rank counts as a host of its own.
 
-A file ``assert-PID`` in the folder makes that process fail by a device-side assert. The job ends two steps after the
+A file ``assert-PID`` in the folder makes that process fail by a device-side assert, ``stay-PID`` keeps it away from the
+next collective for longer than --collective-timeout. The job ends two steps after the
 file ``stop`` appears. The lines of the logs are those that tests/integration/job.py reads; ``ns`` is CLOCK_MONOTONIC.
 """
 
@@ -87,6 +88,15 @@ log = open(args.folder / "logs" / f"{os.getpid()}.jsonl", "a", buffering=1)  # n
 def note(what: str, **fields: Any) -> None:
     more = {"pid": os.getpid(), "time": time.time(), "ns": time.monotonic_ns()}
     log.write(json.dumps({"what": what, **more, **fields}) + "\n")
+
+
+def stay_away() -> None:
+    """Let the others wait for longer than --collective-timeout, if check_gpu.py asks for it."""
+    asked = args.folder / f"stay-{os.getpid()}"
+    if asked.exists():
+        asked.unlink()
+        note("stay")
+        time.sleep(14)
 
 
 def lose_device() -> None:
@@ -181,6 +191,7 @@ def elastic() -> None:
         while state.last < 0 or state.step < state.last:
             state.last = until(state.step, state.last)
             lose_device()
+            stay_away()
             one_step(state.step, where["rank"], size)
             state.step += 1
             before = state.commits[0]
