@@ -60,7 +60,11 @@ def replace_group_creation(creator: GroupCreator) -> Callable[[], None]:
     distributed_c10d._new_process_group_helper = lambda *args, **kwargs: creator(helper, args[0], args, kwargs)
     if split is not None:  # must be a function, and no other callable, to work as a method
         _set(
-            dist.ProcessGroup, "split_group", lambda p, ranks, **kwargs: creator(split, len(ranks), (p, ranks), kwargs)
+            dist.ProcessGroup,
+            "split_group",
+            lambda p, ranks, *more, **kwargs: creator(
+                split, len(ranks), (p, ranks), dict(zip(_SPLIT_ARGUMENTS, more, strict=False)) | kwargs
+            ),
         )
 
     def restore() -> None:
@@ -93,6 +97,7 @@ def use_gloo_address(address: Callable[[], str], warn: Callable[[str], None]) ->
     return lambda: _set(gloo, "__init__", create)
 
 
+_SPLIT_ARGUMENTS = ("timeout", "opts", "group_name", "group_desc", "device_types")  # after the ranks
 _GLOO_ARGUMENTS = ("timeout", "enable_reconfigure")  # after store, rank and size; torch 2.14 added the second
 
 

@@ -82,6 +82,7 @@ def test_survivors_of_a_dead_member_keep_their_processes(
         assert job.processes() == 4, job.output
         assert {line["name"] for line in job.noted("group")} == {"nccl2" if "backend" in fake else "nccl"}
         assert {line["timeout"] for line in job.noted("abort begins")} == {15.0}, "nccl2 waits for so long"
+        assert {line["seconds"] for line in job.noted("set_timeout")} == {1800.0, 15.0}, "in a world, and for the abort"
         job.check_order()
 
 
@@ -126,6 +127,78 @@ def test_a_process_that_makes_a_group_with_a_member_that_dies_is_replaced(
         assert [pid for pid in begun if begun[pid] and pid != dead["pid"]], "others have waited for it"
         assert "NCCL has waited 1 s for a lost member while it made a group" in job.output
         assert all(line["step"] >= 19 for line in job.log("enter") if line["generation"] > 1), "nothing is lost"
+        assert len({line["digest"] for line in job.log("final")}) == 1
+
+
+def test_a_group_that_a_rank_never_makes_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is lost, and torch's watchdog sees no operation. NCCL's start ends with its process only."""
+    late: dict[str, Any] = {"what": "late", "slot": 1, "at": 1}
+    constants = {CONTEXT + "_ABORT_TIMEOUT_S": 1.0}
+    options = ("-np", "2", "--collective-timeout", "3")
+    with FakeJob(tmp_path, monkeypatch, *options, faults=[late], constants=constants, steps=20) as job:
+        job.finish(0, timeout=120)
+        assert job.noted("late")
+        assert "generation 1 ends: NCCL has not made a group within --collective-timeout of 3 s" in job.output
+        assert "NCCL has waited 1 s for a lost member while it made a group" in job.output
+        assert len({line["digest"] for line in job.log("final")}) == 1
+
+
+def test_a_backend_that_cannot_be_aborted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeJob(tmp_path, monkeypatch, "-np", "2", names=["nccl"], nccl_is="torchcomms") as job:
+        job.finish(1, timeout=60)
+        assert (
+            "torch has made no part of NCCL for CUDA tensors, but 'torchcomms'" in job.events("root_cause")[0]["error"]
+        )
+
+
+def test_groups_that_are_not_destroyed_in_time_end_with_their_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = {CONTEXT + "_DESTROY_TIMEOUT_S": 1.0}
+    with FakeJob(
+        tmp_path,
+        monkeypatch,
+        "-np",
+        "2",
+        "--join-window",
+        "60",
+        fault="kill@20:rank=1",
+        shutdown_s=300,
+        constants=constants,
+    ) as job:
+        job.wait_for("the end of the survivor", lambda: "torch has not destroyed its groups within 1 s" in job.output)
+        assert job.noted("shutdown")
+
+
+def test_groups_of_the_script_end_with_their_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member dies while its partner waits in a receive of their group, which is split from the default group."""
+    with FakeJob(
+        tmp_path, monkeypatch, "-np", "4", script="groups_job.py", arguments=["--die", "1", "20"], splits=True
+    ) as job:
+        job.finish(0, timeout=90)
+        job.check_survival()
+        assert job.processes() == 5, job.output
+        job.check_order()
+        assert len(job.log("dies")) == 1
+        made = {(line["pid"], line["part"]) for line in job.noted("group")}
+        aborted = {(line["pid"], line["part"]) for line in job.noted("abort ends")}
+        (dead,) = {line["pid"] for line in job.log("dies")}
+        assert {part for part in made if part[0] != dead} == aborted, "each group of each process and world"
+        sizes = Counter((line["pid"], line["size"]) for line in job.noted("group"))
+        for pid in {line["pid"] for line in job.log("enter") if line["generation"] == 1} - {dead}:
+            assert (sizes[pid, 4], sizes[pid, 2]) == (2, 10), "of two worlds; five of pairs in each"
+
+
+def test_a_member_that_dies_in_a_split_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes part in the split for a group of which it is no member."""
+    fault = [{"what": "split", "slot": 0, "at": 2}]
+    constants = {CONTEXT + "_ABORT_TIMEOUT_S": 1.0}
+    with FakeJob(
+        tmp_path, monkeypatch, "-np", "3", script="groups_job.py", faults=fault, constants=constants, splits=True
+    ) as job:
+        job.finish(0, timeout=120)
+        assert job.noted("die")
+        assert "NCCL has waited 1 s for a lost member while it made a group" in job.output
         assert len({line["digest"] for line in job.log("final")}) == 1
 
 
@@ -208,9 +281,11 @@ def test_a_torch_without_errors_of_parts_trains_on(tmp_path: Path, monkeypatch: 
 
 
 def test_a_planned_change_aborts_nothing_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages on their way to a slow member still arrive there."""
     hosts = Hosts(tmp_path).set("localhost:2")
-    with FakeJob(tmp_path, monkeypatch, *hosts.options, "-np", "2", "--join-window", "0", steps=150) as job:
-        job.wait_for_step(10)
+    options = (*hosts.options, "-np", "2", "--join-window", "0")
+    with FakeJob(tmp_path, monkeypatch, *options, steps=25, slow_slot=1) as job:
+        job.wait_for_step(3)
         hosts.set("localhost:3")
         job.finish(0, timeout=90)
         job.check_survival()

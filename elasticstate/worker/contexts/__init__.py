@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -182,6 +183,7 @@ class TorchGroups:
         self._begin = begin
         self._end = end
         self._timeout = timedelta()
+        self._made: list[weakref.ref[Any]] = []
         self._restore_creation: Callable[[], None] | None = None
 
     def create(self, backend: str, collective_timeout: timedelta, **options: Any) -> None:
@@ -202,6 +204,12 @@ class TorchGroups:
         if dist.is_initialized():
             process_groups.destroy_groups(logger.error)
         process_groups.reset_group_count()
+        self._made.clear()
+
+    def all(self) -> set[Any]:
+        """Return all groups that live, on any thread. torch does not list those of ``ProcessGroup.split_group``."""
+        made = (reference() for reference in self._made.copy())
+        return {*process_groups.all_groups(), *(group for group in made if group is not None)}
 
     def retire(self) -> list[Any]:
         """Take all groups out of use. Whoever drops the returned list destroys the groups, on any thread."""
@@ -217,7 +225,11 @@ class TorchGroups:
         if not self._begin(size):
             raise CollectiveError("the generation has ended")
         try:
-            return create(*args, **kwargs)
+            made = create(*args, **kwargs)
+            group = made[0] if isinstance(made, tuple) else made
+            if isinstance(group, dist.ProcessGroup):
+                self._made.append(weakref.ref(group))
+            return made
         finally:
             self._end()
 

@@ -14,7 +14,8 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -91,12 +92,12 @@ _SETTINGS = (
         "0",
         "each failure may delay the recovery by four times as many milliseconds",
     ),
-    # Programs that use NVIDIA's in-process restart (nvidia-resiliency-ext) set it. The failure that it prevents is
-    # neither known here nor measured. It costs bandwidth on machines with NVSwitch.
+    # Aborted communicators keep their multicast memory (https://github.com/NVIDIA/nccl/issues/2117). Programs that use
+    # NVIDIA's in-process restart set it, too. It costs bandwidth on machines with NVSwitch.
     Setting(
         ("NCCL_NVLS_ENABLE",),
         "0",
-        "NVLink SHARP may not survive an abort of its communicators",
+        "NVLink SHARP keeps memory of aborted communicators, so each failure costs memory",
     ),
     # Seen on an H100 with torch 2.11 and NCCL 2.28.9. torch takes the answer "in progress" of a non-blocking
     # communicator for an error in all_to_all_single(). And an abort while the first collective connects leaves the
@@ -148,6 +149,7 @@ def nccl_version() -> tuple[int, ...]:
 
 _TOGETHER_TIMEOUT_S = 5.0  # maximum time until all members have completed their last operations
 _ABORT_TIMEOUT_S = 15.0  # a usual abort takes 0.5 s (nvidia-resiliency-ext, usage guide of the in-process restart)
+_DESTROY_TIMEOUT_S = 60.0  # after all aborts: torch joins the threads of each group
 _LOOK_INTERVAL_S = 0.005
 _CUDA = torch.device("cuda")
 _CPU = torch.device("cpu")
@@ -214,7 +216,10 @@ def _make_sure_of_device(backend: str, slot: int) -> None:
         problem, remedy = "torch finds no CUDA device", "Run elasticrun --check, or use --backend gloo"
     elif slot >= count:
         problem = f"slot {slot} of this host has no CUDA device of its own, because torch finds {count}"
-        remedy = f"Use at most {count} slots on this host (-np, -H, --slots-per-host), or --backend gloo"
+        remedy = (
+            f"Use at most {count} slots on this host (-np, -H, --slots-per-host), or --backend gloo. A script must not "
+            "set CUDA_VISIBLE_DEVICES itself"
+        )
     else:
         return
     raise UsageError(f"--backend: {backend!r}: {problem}. {remedy}.")
@@ -236,7 +241,7 @@ class NcclContext(GlooContext):
         self._lock = threading.Lock()  # for the attributes below, and for the end of ``_rendezvous``
         self._severed = False
         self._is_leaving = False
-        self._making = False  # True while a group is created
+        self._making: float | None = None  # since when a group is being created
         self._cut_in_making: float | None = None  # when that was to end
         self._aborts: dict[Any, Aside | None] = {}  # begun, of each group; None: it has no NCCL part
 
@@ -251,18 +256,26 @@ class NcclContext(GlooContext):
         assert self._scratch is not None, "prepare() comes first"
         self._create(rendezvous, f"cpu:gloo,cuda:{torch_name(self._backend)}", device_id=self._device)
         part = _nccl_of(dist.group.WORLD)
-        if part is not None:  # torch's function above omits some backends, depending on its version
-            process_groups.set_part_timeout(part, rendezvous.collective_timeout)
+        if part is None:
+            found = getattr(process_groups.part_for(dist.group.WORLD, _CUDA), "name", lambda: "none")()
+            raise UsageError(
+                f"--backend: {self._backend!r}: torch has made no part of NCCL for CUDA tensors, but {found!r}, which "
+                "elasticstate cannot abort. Unset variables that replace torch's backends, such as "
+                "TORCH_DISTRIBUTED_USE_TORCHCOMMS, or use --backend gloo."
+            )
+        # torch's function, which has been called, omits some backends, depending on its version.
+        process_groups.set_part_timeout(part, rendezvous.collective_timeout)
 
     def _begin_group(self, size: int) -> bool:
         with self._lock:
-            self._making = not self._severed and self.sockets.begin_group(size)
-            return self._making
+            may_begin = not self._severed and self.sockets.begin_group(size)
+            self._making = time.monotonic() if may_begin else None
+            return may_begin
 
     def _end_group(self) -> None:
         self.sockets.end_group()
         with self._lock:
-            self._making = False
+            self._making = None
 
     def retire(self) -> Callable[[], None]:
         """Destroy the groups at once: see contexts.Context."""
@@ -299,7 +312,8 @@ class NcclContext(GlooContext):
             self._rendezvous = None  # no abort begins from now on
         if not is_aborted:
             return
-        self._groups.destroy()
+        with _ending_within(_DESTROY_TIMEOUT_S):
+            self._groups.destroy()
         with self._lock:
             self._aborts.clear()
         self.sockets.forget()
@@ -362,7 +376,7 @@ class NcclContext(GlooContext):
         self.sockets.sever()
         with self._lock:
             self._severed = True
-            if self._making:
+            if self._making is not None:
                 now = time.monotonic()
                 self._cut_in_making = self._cut_in_making or now
                 is_late = now - self._cut_in_making > _ABORT_TIMEOUT_S
@@ -386,7 +400,7 @@ class NcclContext(GlooContext):
         with self._lock:
             if self._rendezvous is None:
                 return True  # no group exists yet, or any more
-            for group in process_groups.all_groups():
+            for group in self._groups.all():
                 if group not in self._aborts:
                     part = _nccl_of(group)
                     call = functools.partial(_abort_part, part)
@@ -400,13 +414,17 @@ class NcclContext(GlooContext):
     def own_failure(self) -> str:
         """Return what torch's watchdog has found: a network error, or an operation that takes too long.
 
-        The watchdog does nothing else about it: see nccl_settings.
+        The watchdog does nothing else about it: see _SETTINGS. It does not see the creation of a group.
         """
         with self._lock:
             rendezvous = self._rendezvous
-            if rendezvous is None or self._is_leaving or self._making or self._failure:
+            if rendezvous is None or self._is_leaving or self._failure:
                 return self._failure
-        for part in map(_nccl_of, process_groups.all_groups()):
+            if self._making is not None:  # NCCL's start has no limit of its own
+                if time.monotonic() - self._making > rendezvous.collective_timeout.total_seconds():
+                    self._failure = _NOT_MADE.format(rendezvous.collective_timeout.total_seconds())
+                return self._failure
+        for part in map(_nccl_of, self._groups.all()):
             if part is not None and (error := process_groups.error_of(part)):
                 self._failure = _in_words(error, rendezvous.collective_timeout)
         return self._failure
@@ -438,6 +456,26 @@ def _abort_part(part: Any) -> None:
 def _keep_groups(reason: str) -> None:
     """Tell that the groups of the last world stay as they are. The training has ended: nothing is worth a kill."""
     logger.error("%s. Drop the CUDA graphs with collectives before the training function returns.", reason)
+
+
+_NOT_MADE = (
+    "NCCL has not made a group within --collective-timeout of {:g} s, although no worker is lost. A rank does not make "
+    "it, or NCCL uses an address that others cannot reach: see NCCL_SOCKET_IFNAME and NCCL_DEBUG=INFO"
+)
+
+
+@contextmanager
+def _ending_within(timeout_s: float) -> Iterator[None]:
+    """Replace this process if the block takes longer."""
+    reason = f"torch has not destroyed its groups within {timeout_s:g} s"
+    timer = threading.Timer(timeout_s, exit_for_replacement, (reason,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _in_words(error: str, timeout: timedelta) -> str:

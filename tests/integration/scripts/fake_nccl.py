@@ -15,6 +15,7 @@ file ``fake-<slot>-<incarnation>-<pid>.jsonl`` in the directory ``notes``, if th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import operator
@@ -45,6 +46,7 @@ from torch.distributed import distributed_c10d
 VARIABLE = "FAKE_NCCL"
 _LONGEST_HANG_S = 300.0  # so that no test hangs for ever
 _LOOK_INTERVAL_S = 0.001
+_TRANSIT_S = 0.2
 _Op: Any = dist.ReduceOp.RedOpType
 _REDUCTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _Op.SUM: operator.add,
@@ -71,17 +73,25 @@ class Settings:
     abort_s: float = 0.0
     """Seconds that an abort goes on after it has freed the collectives."""
     abort_raises: str = ""
+    shutdown_s: float = 0.0
+    """Seconds that a shutdown takes."""
     shutdown_raises: str = ""
     """Error of a shutdown, in which nccl2 refuses to go on; "": none."""
     has_errors: bool = True
     """Parts have ``get_error``, as since torch 2.7."""
     raises_when_aborted: bool = False
     """A collective that is aborted raises. Otherwise it leaves garbage, as the kernels of NCCL do."""
+    slow_slot: int = -1
+    """Messages to this slot arrive late, and never if their sender aborts meanwhile."""
+    splits: bool = False
+    """Groups are split from the default group, as with NCCL if that is bound to a device: ``new_group`` waits for all
+    ranks of the world, and ``split_group`` and meshes work."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Each once in the job: ``{"what": "stall" | "error", "slot": 1, "at": 40}``, at the 40th collective of the slot's
     process. stall: nothing that this process sends arrives any more. error: an asynchronous error of the link.
     ``{"what": "start", "slot": 1, "at": 2}``: the process dies when it is to make its second group. Those of the others
-    wait for it for ever, as ncclCommInitRank does."""
+    wait for it for ever, as ncclCommInitRank does. late: it lives, and never comes. split: it dies when it is to take
+    part in a split."""
     notes: str = ""
     constants: dict[str, float] = field(default_factory=dict)
     """Named constants of elasticstate with other values, so that a test is quicker: ``{"module:NAME": 1.0}``."""
@@ -115,7 +125,25 @@ def install(**given: Any) -> None:
     setattr(torch.Tensor, "cuda", lambda tensor, device=None, **more: tensor)  # noqa: B010 - mypy knows it as a method
     setattr(dist, "is_nccl_available", lambda: True)  # noqa: B010
     init = dist.init_process_group  # checks the device against those for which torch was compiled
-    setattr(dist, "init_process_group", lambda *args, device_id=None, **more: init(*args, **more))  # noqa: B010
+
+    def init_process_group(*args: Any, device_id: Any = None, **more: Any) -> None:
+        init(*args, **more)
+        if settings.splits:
+            dist.group.WORLD.bound_device_id = device_id  # type: ignore[union-attr]
+
+    setattr(dist, "init_process_group", init_process_group)  # noqa: B010
+    if settings.splits:
+        accelerator: Any = torch.accelerator
+        accelerator.is_available = lambda: True
+        accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+        split: Any = dist.ProcessGroup.split_group
+        setattr(  # noqa: B010
+            dist.ProcessGroup,
+            "split_group",
+            lambda group, *args, **more: (group.split if isinstance(group, Group) else functools.partial(split, group))(
+                *args, **more
+            ),
+        )
 
 
 def _register() -> None:
@@ -222,10 +250,18 @@ def _strike(*what: str) -> None:
     """Count an event of a kind. Let the faults strike that are due at this one."""
     _counts[what] += 1
     for number, fault in enumerate(settings.faults):
-        slot = os.environ.get("ELASTICSTATE_WORKER", "::").split(":")[1]
-        is_due = fault["what"] in what and str(fault["slot"]) == slot and fault["at"] == _counts[what]
+        is_due = fault["what"] in what and str(fault["slot"]) == _slot() and fault["at"] == _counts[what]
         if is_due and _is_first(f"fired-{number}"):
-            {"stall": stall, "error": lose_link, "start": die}[fault["what"]]()
+            {"stall": stall, "error": lose_link, "start": die, "split": die, "late": never_come}[fault["what"]]()
+
+
+def _slot() -> str:
+    return os.environ.get("ELASTICSTATE_WORKER", "::").split(":")[1]
+
+
+def never_come() -> None:
+    note("late")
+    time.sleep(_LONGEST_HANG_S)
 
 
 def die() -> None:
@@ -248,7 +284,7 @@ class Mesh:
     """Sockets between all pairs of a group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        self.size = size
+        self.rank, self.size = rank, size
         self._arrived: dict[Any, Any] = {}
         self._changed = threading.Condition()
         self.is_aborted = False
@@ -272,6 +308,11 @@ class Mesh:
         with suppress(OSError, EOFError), link:
             while True:
                 key, content = pickle.loads(_read(link, struct.unpack("!Q", _read(link, 8))[0]))
+                if _slot() == str(settings.slow_slot):
+                    time.sleep(_TRANSIT_S)
+                    with suppress(BlockingIOError):
+                        if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                            return
                 with self._changed:
                     self._arrived[peer, key] = content
                     self._changed.notify_all()
@@ -306,7 +347,7 @@ def _complete_mesh(store: Any, rank: int, size: int, timeout: timedelta) -> Mesh
     try:
         store.set(f"fake/begun/{rank}", "")
         store.wait([f"fake/begun/{peer}" for peer in range(size)], timeout)
-        _strike("start")  # all members wait for each other now
+        _strike("start", "late")  # all members wait for each other now
         return Mesh(store, rank, size, timeout)
     except (OSError, RuntimeError):
         time.sleep(_LONGEST_HANG_S)
@@ -328,7 +369,7 @@ def _read(link: socket.socket, size: int) -> bytes:
 class Part:
     """The part of a group for CUDA tensors, as ``group._get_backend`` returns it."""
 
-    supports_splitting = False
+    options: Any = None
 
     def __init__(self, name: str, mesh: Mesh, timeout: timedelta) -> None:
         self._name = name
@@ -338,6 +379,8 @@ class Part:
         self.pending: dict[Work, None] = {}  # in the order of their start
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.is_aborted = self.is_aborting = self.is_shut_down = False
+        self.supports_splitting = settings.splits
+        self._splits = 0
         _parts.add(self)
         if settings.has_errors:
             self.get_error = self._get_error
@@ -373,8 +416,27 @@ class Part:
         self.is_aborted = True
         note("abort ends", part=id(self))
 
+    def split(self) -> None:
+        """Meet all ranks of this part. As with NCCL, nothing ends that."""
+        _strike("split")
+        self._splits += 1
+        for peer in range(self.mesh.size):
+            if peer != self.mesh.rank:
+                self.mesh.send(peer, ("split", self._splits), None)
+        for peer in range(self.mesh.size):
+            if peer != self.mesh.rank:
+                self.mesh.take(peer, ("split", self._splits))
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.split()
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
     def shutdown(self) -> None:
         note("shutdown", part=id(self), aborting=self.is_aborting, aborted=self.is_aborted)
+        time.sleep(settings.shutdown_s)
         if settings.shutdown_raises:
             raise RuntimeError(settings.shutdown_raises)
         self.is_shut_down = True
@@ -459,20 +521,47 @@ Rows = list[list[torch.Tensor]]  # the tensors that each rank has sent
 class Group(dist.ProcessGroup):
     """A group with a Gloo part and a fake part. All collectives of torch use the latter."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, cpu: Any = None, group_name: str = ""
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        # torch puts a group that is a Python object in the place of the one that has the Gloo part already.
-        frame: Any = sys._getframe()
-        while "backend_config" not in frame.f_locals:
-            frame = frame.f_back
-        self._cpu = frame.f_locals["pg"]._get_backend(torch.device("cpu"))
+        if cpu is None:
+            # torch puts a group that is a Python object in the place of the one that has the Gloo part already.
+            frame: Any = sys._getframe()
+            while "backend_config" not in frame.f_locals:
+                frame = frame.f_back
+            cpu = frame.f_locals["pg"]._get_backend(torch.device("cpu"))
+            if settings.splits and isinstance(parent := dist.group.WORLD, Group):
+                parent.part.split()
+        self._cpu = cpu
+        self._store = store
         self.part = Part(name, _complete_mesh(store, rank, size, timeout), timeout)
-        self._group_name = ""
+        self._group_name = group_name
         self._started = 0
         self._between: defaultdict[Any, int] = defaultdict(int)
         note("group", part=id(self.part), name=name, size=size)
 
+    def split(
+        self,
+        ranks: list[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: str = "",
+        group_desc: Any = None,
+        device_types: Any = None,
+    ) -> Group | None:
+        """Return a group of these ranks, which all ranks of this one make."""
+        self.part.split()
+        if self.rank() not in ranks:
+            return None
+        store, rank = distributed_c10d.PrefixStore(group_name, self._store), ranks.index(self.rank())
+        cpu = dist.ProcessGroupGloo(distributed_c10d.PrefixStore("cpu", store), rank, len(ranks), timeout)
+        return Group(store, rank, len(ranks), timeout, self.part.name(), cpu, group_name)
+
     # ----------------------------------------------------------------------------------------- methods that torch calls
+
+    def get_group_store(self) -> Any:
+        return self._store
 
     def getBackendName(self) -> str:
         return "custom"

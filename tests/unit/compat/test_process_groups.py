@@ -67,6 +67,11 @@ def test_split_group_is_a_method_that_can_be_replaced() -> None:
     try:
         parent: Any = dist.ProcessGroup(0, 3)  # type: ignore[call-arg]
         assert parent.split_group([0, 1], group_desc="x") == (2, {"group_desc": "x"})
+        second = timedelta(seconds=1)
+        assert parent.split_group([0, 1], second, None, "name") == (
+            2,
+            {"timeout": second, "opts": None, "group_name": "name"},
+        )
     finally:
         restore()
     assert dist.ProcessGroup.split_group is original

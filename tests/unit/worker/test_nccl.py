@@ -10,6 +10,7 @@ import threading
 from datetime import timedelta
 from importlib.metadata import entry_points
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,23 @@ def test_no_group_begins_after_the_end() -> None:
     assert not context._begin_group(2)
     context.sever()
     context.destroy()
+
+
+def test_an_error_after_the_begin_of_a_planned_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that abort earlier than this one make its NCCL report a lost connection."""
+    part = SimpleNamespace(name=lambda: "nccl", get_error=lambda: SimpleNamespace(name="REMOTE_ERROR"))
+    monkeypatch.setattr(process_groups, "all_groups", lambda: [object()])
+    monkeypatch.setattr(process_groups, "part_for", lambda group, device: part)
+
+    def context_in_a_world() -> Any:
+        context: Any = NcclContext(None, DEVICE)
+        context._rendezvous = SimpleNamespace(collective_timeout=timedelta(seconds=7))
+        return context
+
+    assert "REMOTE_ERROR" in context_in_a_world().own_failure()
+    leaving = context_in_a_world()
+    leaving._part_together()
+    assert leaving.own_failure() == ""
 
 
 def test_whoever_is_replaced_ends_by_a_signal_and_says_why() -> None:
