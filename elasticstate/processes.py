@@ -253,16 +253,21 @@ def is_at_work(pid: int) -> bool:
 _READ = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "read")  # number of the system call read(2)
 
 
-def reads_stdin(pid: int) -> bool:
+def reads_stdin(pid: int, device: int | None = None) -> bool:
     """Return True if a thread of a process, or of one of its descendants, waits in read(2) for stdin.
 
-    See proc_pid_syscall(5). False on other processors than x86-64 and arm64.
+    ``device``: the number of the terminal that must be its stdin. See proc_pid_syscall(5). False on other processors
+    than x86-64 and arm64.
     """
     with suppress(OSError):  # it has ended
-        for task in Path("/proc", str(pid), "task").iterdir():
-            if (task / "syscall").read_text().startswith(f"{_READ} 0x0 "):
+        process = Path("/proc", str(pid))
+        for task in (process / "task").iterdir():
+            if (task / "syscall").read_text().startswith(f"{_READ} 0x0 ") and (
+                device is None or (process / "fd" / "0").stat().st_rdev == device
+            ):
                 return True
-            if any(map(reads_stdin, map(int, (task / "children").read_text().split()))):
+            children = map(int, (task / "children").read_text().split())
+            if any(reads_stdin(child, device) for child in children):
                 return True
     return False
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
@@ -16,7 +16,7 @@ from typing import IO
 from elasticstate.core.ids import WorkerId
 from elasticstate.net.messages import OutputTail, OutputTrouble
 from elasticstate.options import Options
-from elasticstate.processes import reading
+from elasticstate.processes import reading, reads_stdin
 from elasticstate.terminal import message
 from elasticstate.writing import BLOCKED_S, Watch, Writer
 
@@ -38,13 +38,13 @@ class Tagger:
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
         self._rest = b""
-        self._is_open = False  # something was shown behind the last line's end
+        self.shown = b""  # last, behind the end of a line
 
     def feed(self, data: bytes) -> bytes:
         """Return the lines that are complete by now."""
         lines = (self._rest + data).splitlines(keepends=True)  # a progress bar ends its lines with a carriage return
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        self._is_open = self._is_open and not lines
+        self.shown = b"" if lines else self.shown
         lines = [self._tag + line for line in lines]
         if len(self._rest) > _LONGEST_LINE_BYTES:
             lines.append(self.end())
@@ -53,13 +53,13 @@ class Tagger:
     def end(self) -> bytes:
         """Return the rest of the last line, if it is incomplete, with an end."""
         rest = self.prompt()
-        is_open, self._is_open = self._is_open, False
+        is_open, self.shown = bool(self.shown), b""
         return self._tag + rest + b"\n" if is_open else b""
 
     def prompt(self) -> bytes:
         """Return what is kept back, as it is."""
         rest, self._rest = self._rest, b""
-        self._is_open = self._is_open or bool(rest)
+        self.shown = rest or self.shown
         return rest
 
 
@@ -84,10 +84,20 @@ class Pump:
     """Carries one stream of one worker, until its end, to the log file and the terminal."""
 
     def __init__(
-        self, terminal: Writer, tag: str, log: Writer | None, audience: Audience | None, has_prompts: bool = False
+        self,
+        terminal: Writer,
+        tag: str,
+        log: Writer | None,
+        audience: Audience | None,
+        has_prompts: bool = False,
+        beside_prompt: Callable[[bytes], bytes] = bytes,
     ) -> None:
-        """``audience`` None: the terminal shows nothing. ``has_prompts``: somebody types behind incomplete lines."""
+        """``audience`` None: the terminal shows nothing. ``has_prompts``: somebody types behind incomplete lines.
+
+        ``beside_prompt`` makes lines fit for a terminal that may show a prompt of another worker.
+        """
         self._terminal = terminal
+        self._beside_prompt = beside_prompt
         self._has_prompts = has_prompts
         self._tagger = Tagger(tag.encode())
         self._log = log
@@ -104,6 +114,11 @@ class Pump:
         last = "\n".join(deque(lines, maxlen=_TAIL_LINES))
         _, fatal, report = self._tail.decode(errors="replace").rpartition(_FATAL)
         return fatal + "\n".join(report.splitlines()) if fatal and fatal not in last else last
+
+    @property
+    def prompt(self) -> bytes:
+        """What the terminal shows of an incomplete line."""
+        return self._tagger.shown
 
     def lines(self, most: int) -> str:
         """Return up to ``most`` of the last lines that the stream has carried."""
@@ -159,7 +174,7 @@ class Pump:
         lines, self._kept_back = self._kept_back + lines, b""
         if shows is None and not is_end and len(lines) <= _LONGEST_LINE_BYTES:
             lines, self._kept_back = b"", lines
-        return b"" if shows is False else lines
+        return b"" if shows is False else self._beside_prompt(lines)
 
 
 class Outputs:
@@ -169,6 +184,7 @@ class Outputs:
         self._host = host
         self._writers: dict[str, list[Writer]] = {"stdout": [Writer(1)], "stderr": [Writer(2)]}
         self._pumps: dict[WorkerId, tuple[Pump, Pump]] = {}
+        self._reader: tuple[WorkerId, int] | None = None  # with its process id: somebody types what it asks for
         self._watch = Watch()
 
     def pumps(
@@ -183,11 +199,24 @@ class Outputs:
             audience = Audience(())
         logs = self._open_logs(worker, options.log_dir)
         (stdout,), (stderr,) = self._writers["stdout"], self._writers["stderr"]
+        how = is_interactive, bytes if is_interactive else self._beside_prompt
         self._pumps[worker] = (
-            Pump(stdout, tag, logs[0], audience if options.tee & 1 or is_interactive else None, is_interactive),
-            Pump(stderr, tag, logs[1], audience if options.tee & 2 or is_interactive else None, is_interactive),
+            Pump(stdout, tag, logs[0], audience if options.tee & 1 or is_interactive else None, *how),
+            Pump(stderr, tag, logs[1], audience if options.tee & 2 or is_interactive else None, *how),
         )
         return self._pumps[worker]
+
+    def reads_keys(self, worker: WorkerId, pid: int) -> None:
+        """Note that the process of an interactive worker has started."""
+        self._reader = worker, pid
+
+    def _beside_prompt(self, lines: bytes) -> bytes:
+        """Return lines that leave the prompt of a worker that waits for keys at the end, on a line of its own."""
+        if not lines or self._reader is None or not os.path.sameopenfile(1, 2):
+            return lines
+        worker, pid = self._reader
+        prompt = next((pump.prompt for pump in self._pumps.get(worker, ()) if pump.prompt), b"")
+        return b"\n" + lines + prompt if prompt and reads_stdin(pid) else lines
 
     def _open_logs(self, worker: WorkerId, directory: str | None) -> tuple[Writer | None, Writer | None]:
         """Open the log files of a slot, for appending. A line in each marks where a new process begins."""
@@ -212,7 +241,8 @@ class Outputs:
 
     def complain(self, text: str) -> None:
         """Write a line of the agent itself."""
-        self._writers["stderr"][0].put(message(f"elasticstate: agent of {self._host}", text).encode(errors="replace"))
+        line = message(f"elasticstate: agent of {self._host}", text).encode(errors="replace")
+        self._writers["stderr"][0].put(self._beside_prompt(line))
 
     def report_again(self) -> None:
         """Report each trouble that still lasts again, for a driver that may not have received it."""

@@ -300,6 +300,8 @@ class Workers:
                 self._environment(worker, order.reserve_bytes, order.place), os.devnull if stdin is None else stdin
             )
             process = WorkerProcess(worker, child, *pumps, pipes)
+            if is_interactive:
+                self._job.outputs.reads_keys(worker, process.pid)
         except (OSError, ValueError, CommitStorageError):
             self._job.outputs.ended(worker)
             raise

@@ -85,7 +85,7 @@ class Driver:
         self._outputs = OutputTroubles(self._report, self._journal)
         self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
         self._queue = EventQueue()
-        self._live_line = LiveLine(screen, self._state)
+        self._live_line = LiveLine(screen, self._state, self._report.log)
         self._hurry = asyncio.Event()  # set by the second signal to stop
         self._debugged: t.SlotId | None = None  # whose workers have --debug-rank's stdin, once that is known
         # made by _begin, when the driver holds the lock on the name of its job
@@ -565,25 +565,27 @@ class Driver:
     def _has_stdin(self, effect: t.StartWorker) -> bool:
         """Return True if a worker gets stdin: all in the slot that has ``--debug-rank`` in the first world.
 
-        The job fails if that is not on this machine.
+        The job fails if another program, such as ssh or srun, has started the agent of that slot.
         """
         rank, worker, place = self._options.debug_rank, effect.worker, effect.place
-        if rank is None or self._options.has_one_worker:
-            return rank is not None
-        if self._debugged is None and place is not None and place.rank == rank:
+        if rank is None:
+            return False
+        is_single = self._options.has_one_worker
+        if self._debugged is None and (is_single or (place is not None and place.rank == rank)):
             self._debugged = worker.slot_id
-            if self._agents.is_local(worker.host):
+            if not self._agents.is_local(worker.host):
+                reason = (
+                    f"--debug-rank {rank}: the worker with this rank is on host {worker.host}, whose agent elasticrun "
+                    "has not started itself, so it cannot read this terminal. Give a rank of another host, or call "
+                    "debugpy.listen(5678) in the script, and attach an editor by way of "
+                    f"ssh -L 5678:localhost:5678 {worker.host}"
+                )
+                self._state.outcome = Outcome(1, "failed", t.RootCause(reason))
+            elif not is_single:
                 self._report.log(
                     f"--debug-rank {rank}: {worker} reads the terminal; limits of waits are a week, or off"
                 )
-            else:
-                reason = (
-                    f"--debug-rank {rank}: the worker with this rank is on host {worker.host}, which cannot read this "
-                    "terminal. Give a rank of this machine, or run elasticrun there; or call debugpy.listen(5678) in "
-                    f"the script, and attach an editor by way of ssh -L 5678:localhost:5678 {worker.host}"
-                )
-                self._state.outcome = Outcome(1, "failed", t.RootCause(reason))
-        return worker.slot_id == self._debugged
+        return is_single or worker.slot_id == self._debugged
 
     def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
         """Send each agent the orders for its slots."""

@@ -27,6 +27,7 @@ from elasticstate.driver.report import Report
 from elasticstate.driver.screen import Screen
 from elasticstate.net import messages
 from elasticstate.net.messages import OutputTrouble
+from elasticstate.processes import reads_stdin
 from elasticstate.terminal import printable
 from elasticstate.threads import in_thread, next_beat
 from elasticstate.writing import Watch, Writer
@@ -261,7 +262,8 @@ _NO_TICKS_S = 3.0  # after this time without ticks the rate falls
 class LiveLine:
     """Sender of the live line. ``screen`` None: there is no line."""
 
-    def __init__(self, screen: Screen | None, state: JobState) -> None:
+    def __init__(self, screen: Screen | None, state: JobState, log: Callable[[str], None]) -> None:
+        self._log = log
         self._screen = screen
         self._state = state
         self._looks: deque[tuple[float, int]] = deque(maxlen=_RATE_LOOKS + 1)
@@ -302,7 +304,13 @@ class LiveLine:
                 waiting.cancel()
 
     def _stop(self, screen: Screen) -> None:
-        """Stop this process, as Ctrl-Z asks for, and leave a clean terminal. The job continues."""
+        """Stop this process, as Ctrl-Z asks for, and leave a clean terminal. The job continues.
+
+        Not while a worker reads the terminal: it and the shell would share the keys.
+        """
+        if os.isatty(0) and reads_stdin(os.getpid(), os.fstat(0).st_rdev):
+            self._log("no stop while a worker reads the terminal. Use another terminal, or Ctrl-C to end the job")
+            return
         screen.hide()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGTSTP)  # goes on here after SIGCONT

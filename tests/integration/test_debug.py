@@ -42,7 +42,7 @@ def write(directory: Path, rank: int = 0, text: str = TRAINS) -> str:
 
 
 def prompt(terminal: Terminal, number: int = 1, of: bytes = b"(Pdb) ") -> None:
-    """Wait for a prompt. Lines of elasticrun and its agent may follow it."""
+    """Wait for a prompt. Lines of elasticrun may follow it."""
     terminal.until(lambda: terminal.bytes.count(of) >= number, f"prompt {number}")
 
 
@@ -90,10 +90,35 @@ def test_commands_that_read_the_terminal(tmp_path: Path, command: str) -> None:
     assert "-c" in command or terminal.rows.count("Ada") == 1
 
 
+SAYS = """
+import os, threading, time
+def say():
+    while not os.path.exists("say"):
+        time.sleep(0.02)
+    print("hello")
+if os.environ["ELASTICSTATE_WORKER"].startswith("localhost:0"):
+    threading.Thread(target=say, daemon=True).start()
+"""
+
+
 def test_one_rank_of_several_has_the_terminal(tmp_path: Path) -> None:
+    """Other lines stand before its prompt, and Ctrl-Z does not give the terminal to a second reader."""
     options = ("-np", "3", "--debug-rank", "1", "--stop-timeout", "5")
-    with Terminal(tmp_path, *ELASTICRUN, *options, write(tmp_path, rank=1)) as terminal:
-        text = talk(terminal)
+    with Terminal(tmp_path, *ELASTICRUN, *options, write(tmp_path, rank=1, text=SAYS + TRAINS)) as terminal:
+        prompt(terminal)
+        (tmp_path / "say").touch()
+        line = b"\n[localhost:0] hello\r\n(Pdb) "
+        terminal.until(lambda: line in terminal.bytes, "the other rank's line, and the prompt again")
+        terminal.keys(b"\x1a")
+        terminal.until(lambda: "no stop while a worker reads the terminal" in "".join(terminal.rows), "a refusal")
+        asked = terminal.bytes.count(b"(Pdb) ")
+        terminal.keys(b"p state.step * 1111\n")
+        prompt(terminal, asked + 1)
+        assert "3333" in terminal.rows
+        terminal.keys(b"c\n")
+        terminal.read_to_the_end()
+        text = "\n".join(terminal.rows)
+        assert terminal.process.wait(30) == 0, text
     assert "rank 1 of 3 ends at 6 in a terminal" in text.splitlines()
     assert "[localhost:1] " not in text
     assert "[localhost:0] rank 0 of 3 ends at 6" in text

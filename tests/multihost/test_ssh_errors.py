@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +63,16 @@ def test_a_host_that_does_not_answer(network: Network, tmp_path: Path) -> None:
     said = failed_job(network, tmp_path)
     assert "timed out" in said
     assert "see --heartbeat-timeout" in said
+
+
+@pytest.mark.parametrize("np", ["1", "2"])
+def test_a_rank_on_another_host_cannot_have_the_terminal(network: Network, tmp_path: Path, np: str) -> None:
+    options = ("-np", np, "-H", f"a:{np}", "--debug-rank", str(int(np) - 1), "--preload", "off", "true")
+    command = network["d"].storage.enter(sys.executable, "-m", "elasticstate", *options)
+    done = subprocess.run(command, input="c\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the worker with this rank is on host a, whose agent elasticrun has not started itself" in done.stderr
+    assert "ssh -L 5678:localhost:5678 a" in done.stderr
 
 
 def test_a_name_that_nobody_knows(network: Network, tmp_path: Path) -> None:
