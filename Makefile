@@ -6,6 +6,7 @@ SOURCES := pyproject.toml setup.py constraints.txt CMakeLists.txt $(sort $(wildc
 VERSION := $(shell sha256sum $(SOURCES) | sha256sum | cut -c 1-16)
 INSTALLED := .venv/.installed-$(VERSION)
 DEMO := .venv/.demo-$(VERSION)
+DEV := .venv/.dev-$(VERSION)
 INSTALL := $(BIN)/pip install --constraint constraints.txt
 
 .PHONY: help setup demo docs test test-versions chaos bench bench-gpu check-gpu lint size hosts wheels
@@ -68,7 +69,7 @@ bench-gpu: setup  ## commits from a GPU next to torch's own copies
 check-gpu: setup  ## the NCCL path on one GPU, in 8 minutes, with a report; error 77 without a GPU: make check-gpu FAKE=1 simulates one, BACKEND=nccl2 checks torch's new backend
 	$(BIN)/python tests/gpu/check_gpu.py $(if $(FAKE),--fake) $(if $(BACKEND),--backend $(BACKEND)) --out $(or $(OUT),build/check-gpu)
 
-lint: setup  ## ruff and mypy --strict
+lint: $(or $(wildcard $(INSTALLED)),$(DEV))  ## ruff and mypy --strict; without make setup, it installs the extra "dev" alone
 	@$(BIN)/python tests/run.py lint
 
 size: setup  ## counts: files, lines, options, words of documentation, import circles
@@ -89,8 +90,10 @@ $(INSTALLED):
 	rm -f .venv/.installed*
 	touch $@
 
-$(DEMO):
+$(DEMO): EXTRA := examples
+$(DEV): EXTRA := dev
+$(DEMO) $(DEV):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) setuptools cmake nanobind
-	$(INSTALL) --no-build-isolation --editable '.[examples]'
+	$(INSTALL) --no-build-isolation --editable '.[$(EXTRA)]'
 	touch $@

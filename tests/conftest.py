@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -62,6 +63,8 @@ LONGEST = (
     *("torn_commits", "loop_heap", "steady", "trainer_loss", "trainer_resume", "attached_worlds"),
 )
 
+_MISSING = re.compile(r"No module named '([^'.]+)|needs (\w+), which is not installed")
+
 _failures_file: Path | None = None
 _reports: list[str] = []
 
@@ -76,7 +79,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", type=float, default=0.5, help="least time of tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
     parser.addoption("--schedules", type=int, default=400, help="random schedules of each long simulation")
+    parser.addoption("--all-packages", action="store_true", help="a package that is not installed is a failure")
     parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip files whose optional packages are not installed, as with the extra ``dev`` alone."""
+    report = yield
+    missing = _MISSING.search(str(report.longrepr)) if report.failed else None
+    name = missing and (missing[1] or missing[2])
+    if name and name not in ("elasticstate", "tests") and not collector.config.getoption("--all-packages"):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"needs {name}: pip install -e '.[dev-all,mpi]'")
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import msgspec
 import pytest
 import torch
@@ -17,8 +16,10 @@ from torch.utils.data import DataLoader
 import elasticstate as elastic
 from elasticstate import present_world
 from elasticstate.compat.process_groups import HashStore
-from elasticstate.lightning import LightningState, Trainer
 from elasticstate.worker.fixed import create_default_group
+
+pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+from elasticstate.lightning import LightningState, Trainer  # noqa: E402
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
