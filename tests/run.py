@@ -38,7 +38,8 @@ COMPUTING = [f"tests/integration/test_{name}.py" for name in ("steady", "hugging
 WAITING = [f"tests/{folder}" for folder in ("chaos", "security", "multihost", "integration", "zoo", "docs")]
 NICE = ["nice", "-n", "10"]
 PYTEST = [str(BIN / "pytest"), "--failures-file", str(FAILURES), "--dist", "loadfile"]
-PYTEST += ["--no-loadscope-reorder", "--all-packages"]
+PYTEST += ["--no-loadscope-reorder"]
+PYTEST += ["--all-packages"] if sys.version_info >= (3, 11) else []  # Transformers is for 3.11 or later
 
 # What elasticstate imports and need not be installed. To mypy, what comes from a missing package is Any.
 OPTIONAL = ("accelerate", "aiohttp", "jinja2", "lightning", "matplotlib", "mpi4py", "prometheus_client", "ray")
