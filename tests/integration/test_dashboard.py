@@ -362,6 +362,11 @@ def test_a_host_may_have_the_name_of_a_property_of_objects() -> None:
         for name in names:
             soon(page.get_by_role("row", name=name), "lost")
         assert page.evaluate("properties()") == before
+        host = {"state": "joined", "slots": 40}
+        long = ("gpu-node-01.rack-7", "gpu-node-02.rack-7", "node-3.rack-8")
+        view["hosts"] = {f"{name}.example.com": {**host, "order": order} for order, name in enumerate(long)}
+        shown = page.get_by_role("rowheader").locator("span")  # of a map with many slots
+        expect(shown).to_have_text(["…de-01.rack-7", "…de-02.rack-7", "node-3.rack-8"], timeout=TIMEOUT_MS)
     assert not errors
 
 

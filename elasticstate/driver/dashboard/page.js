@@ -151,6 +151,19 @@ function times() {
 // ---------------------------------------------------------------------------------------------------------- the map
 
 const isDense = () => $("map").classList.contains("dense");
+const LONGEST_NAME = 13; // characters, in the dense map
+function brief(names) { // without the domain that all of them have, and of a long rest the end, in which names differ
+  const isName = names.length > 1 && names[0].includes(".") && !/^[\d.]+$/.test(names[0]);
+  let domain = isName ? names[0].slice(names[0].indexOf(".")) : "";
+  while (domain && !names.every((name) => name.endsWith(domain) && name.length > domain.length)) {
+    const next = domain.indexOf(".", 1);
+    domain = next < 0 ? "" : domain.slice(next);
+  }
+  return new Map(names.map((name) => {
+    const rest = name.slice(0, name.length - domain.length);
+    return [name, rest.length > LONGEST_NAME ? `…${rest.slice(1 - LONGEST_NAME)}` : rest];
+  }));
+}
 function mapShape() {
   const map = $("map"), hosts = Object.entries(view.hosts);
   const slots = new Map(hosts.map(([name, host]) => [name, host.slots]));
@@ -164,11 +177,11 @@ function mapShape() {
   if (map.dataset.shape === shape) return;
   map.dataset.shape = shape;
   map.classList.toggle("dense", total > DENSE);
-  const focused = document.activeElement && document.activeElement.dataset.slot;
+  const focused = document.activeElement && document.activeElement.dataset.slot, names = isDense() ? brief(shown) : new Map();
   cells.clear(); rows.clear();
   map.replaceChildren(...shown.map((name) => {
     const row = make("div", "", { role: "row" }), head = make("div", "", { role: "rowheader" });
-    head.append(make("span", name), make("small"));
+    head.append(make("span", names.get(name) || name), make("small"));
     const drain = make("button", "Drain …", { type: "button", "aria-label": `Drain host ${name}` });
     drain.tabIndex = -1;
     drain.addEventListener("click", () => askDrain(name));
