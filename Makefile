@@ -57,6 +57,7 @@ bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampli
 	$(BIN)/python tests/bench/bench_sharded.py
 	$(BIN)/python tests/bench/bench_control_plane.py
 	$(BIN)/python tests/bench/bench_watching.py
+	$(BIN)/python tests/bench/bench_report_metric.py
 	$(BIN)/python tests/bench/bench_startup.py
 	$(BIN)/python tests/bench/bench_plain.py
 	$(BIN)/python tests/bench/bench_sampler.py
