@@ -27,7 +27,7 @@ from elasticstate.net.names import learn_full_name
 from elasticstate.options import Options, slurm_allocation
 from elasticstate.options.kinds import RACK_RULE, is_host_name, parse_host
 from elasticstate.plug_ins import plug_in
-from elasticstate.processes import as_command, ask
+from elasticstate.processes import as_command, ask, remedy_for
 from elasticstate.threads import in_thread
 
 Hosts = tuple[HostSlots, ...]
@@ -252,7 +252,7 @@ class Hostfile(HostSource):
 
     async def hosts(self) -> Hosts:
         try:
-            text = await in_thread(partial(Path(self._path).read_text, errors="replace"))
+            text = await in_thread(partial(Path(self._path).read_text, "utf-8-sig", errors="replace"))
         except OSError as error:
             raise DiscoveryFault("failed", f"hostfile {self._path} could not be read: {error.strerror}") from None
         return parse_hosts(text, self._default_slots)
@@ -282,12 +282,9 @@ async def run_script(command: str, timeout_s: float) -> str:
         raise DiscoveryFault(
             "timeout", f"{command} did not end within {timeout_s:g} s (see --discovery-interval)"
         ) from None
-    except PermissionError as error:
-        raise DiscoveryFault(
-            "failed", f"{command} could not be started: {error}. Make the file executable: chmod +x {command}"
-        ) from None
     except (OSError, ValueError) as error:
-        raise DiscoveryFault("failed", f"{command} could not be started: {error}") from None
+        remedy = remedy_for(command if "/" in command else f"./{command}")
+        raise DiscoveryFault("failed", f"{command} could not be started: {error}{remedy and '. '}{remedy}") from None
     if answer.exit_code != 0:
         output = answer.stderr.strip() or "no output on stderr"
         raise DiscoveryFault("failed", f"{command} {how_it_ended(answer.exit_code)}: {output}")

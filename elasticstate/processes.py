@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
+_LONGEST_FIRST_LINE = 256  # bytes: as of Linux
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[#~={}!\n]")
 _MOST_OUTPUT_BYTES = 4 * 1024 * 1024
 CLEANUP_S = 2.0  # for processes that remove what killed ones have left behind
@@ -46,6 +47,26 @@ def as_command(text: str, directory: str | None = None) -> str:
     if os.path.isfile(path := Path(directory or ".", text).absolute()):
         return shlex.quote(str(path))
     return shlex.join(["/bin/sh", "-c", text]) if _SHELL_SYNTAX.search(text) else text
+
+
+def remedy_for(program: str, directory: str | None = None) -> str:
+    """Return what to do about a file that the kernel does not run as a program; "" if nothing is known."""
+    path = Path(directory or ".", program)
+    try:
+        with path.open("rb") as file:
+            first = file.readline(_LONGEST_FIRST_LINE)
+    except (OSError, ValueError):
+        return ""
+    if "/" not in program:
+        return f"For the file in this directory, write ./{program}."
+    if not os.access(path, os.X_OK):
+        return f"Make the file executable: chmod +x {program}"
+    if first.startswith(b"#!") and first.endswith(b"\r\n"):
+        return f"Its lines end as on Windows. Remove the carriage returns: sed -i 's/\\r$//' {program}"
+    interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
+    if interpreter and not os.path.exists(interpreter[0]):
+        return f"Its first line names {os.fsdecode(interpreter[0])}, which is not there."
+    return ""
 
 
 async def ask(

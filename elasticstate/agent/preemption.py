@@ -10,7 +10,7 @@ from elasticstate.agent.host_job import HostJob
 from elasticstate.failures import how_it_ended, signal_name
 from elasticstate.net import messages
 from elasticstate.options import agent_variable, inherited_environment
-from elasticstate.processes import Answer, as_command, ask
+from elasticstate.processes import Answer, as_command, ask, remedy_for
 
 HOST_VARIABLE = "ELASTICSTATE_HOST"
 """Environment variable that gives the command the name of the host."""
@@ -81,7 +81,8 @@ class PreemptionWatch:
             except TimeoutError:
                 fault = f"took longer than {options.preemption_timeout_s:g} s"
             except (OSError, ValueError) as error:
-                fault = f"cannot be run: {error}"
+                remedy = remedy_for(command if "/" in command else f"./{command}", directory)
+                fault = f"cannot be run: {error}{remedy and '. '}{remedy}"
             else:
                 if answer.exit_code == _NOTICE:
                     self._record(_first_line(answer.stdout) or f"{command} {how_it_ended(_NOTICE)}")

@@ -35,7 +35,7 @@ from elasticstate.net.link import AgentSocket, ForkRequest, StandardDescriptors,
 from elasticstate.net.messages import STACKS_SIGNAL, STORE_JOINED, NextStore, PlainStoreJoined
 from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.options import WorkerEnvironment, plain_variables
-from elasticstate.processes import CLEANUP_S, catches, ended_child, kill_session, reading
+from elasticstate.processes import CLEANUP_S, catches, ended_child, kill_session, reading, remedy_for
 from elasticstate.threads import in_thread
 from elasticstate.tracebacks import WorkerError
 
@@ -243,6 +243,9 @@ class Workers:
         error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
         if not handle.has_stdin and _WANTS_STDIN.search(error):
             error = f"{error.rstrip()}\n{NO_STDIN_HINT}"
+        if ending.exit_code in (126, 127) and _CANNOT_RUN in error:
+            remedy = remedy_for(self._job.options.command[0], self._job.launch.directory)
+            error = f"{error.rstrip()}\n{remedy}" if remedy else error
         end = (ending.exit_code, ending.signal, error, time_ns, handle.liveness.commits)
         self._report_exit(messages.WorkerExited(process.worker, process.pid, *end))
 
@@ -368,6 +371,7 @@ _NO_WORLD = re.compile(
 )
 
 # breakpoint() and input() without a terminal. pdb ends as after its command q.
+_CANNOT_RUN = "elasticstate: cannot run "  # of exec_shim.py
 _WANTS_STDIN = re.compile(r"^(bdb\.BdbQuit|EOFError: EOF when reading a line)$", re.MULTILINE)
 
 # DistributedDataParallel and most functions of torch.distributed. torch's own advice fits scripts without run only.

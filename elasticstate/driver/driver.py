@@ -289,7 +289,8 @@ class Driver:
         now, membership = self._loop.time(), self._state.membership
         self._journal.event(event_file.GenerationFinished, **membership.ledger.account.until(now).fields())
         figures, epoch = figures_of(membership, now), self._keeper.record.epoch
-        self._report.summary(figures, outcome, epoch, self._state.durable.unsaved)
+        should_train = self._options.np > 1 and self._options.call_directory is None
+        self._report.summary(figures, outcome, epoch, self._state.durable.unsaved, should_train)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)
         if self._launch_results is not None:
@@ -434,7 +435,7 @@ class Driver:
                 self._state.copies.update(host, copies, asyncio.get_running_loop().time())
                 if name := self._state.readings.update(host, message, self._state.membership, time.time()):
                     about = f"the workers have reported {messages.MOST_METRICS} names already, and no more are shown"
-                    self._journal.warn(f"report_metric({name!r}): {about}")
+                    self._journal.warn(f"report_metric({name!r}): {about}. Report the same names on all ranks")
                 if number:
                     self._agents.send(host, messages.Acknowledgement(number))
                 if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive

@@ -223,10 +223,18 @@ class Report:
 
     # ------------------------------------------------------------------------------------------------------ the end
 
-    def summary(self, figures: JobFigures, outcome: Outcome, driver: int = 1, unsaved: CommitId | None = None) -> None:
+    def summary(
+        self,
+        figures: JobFigures,
+        outcome: Outcome,
+        driver: int = 1,
+        unsaved: CommitId | None = None,
+        should_train: bool = False,
+    ) -> None:
         """Write the event job_finished, and the summary to the log.
 
         ``driver``: number of this driver. ``unsaved``: the last commit, if it is in no durable copy but should be.
+        ``should_train``: there are several workers, which usually train together.
         """
         if line := self._forget_world():
             self.log(line)
@@ -238,6 +246,9 @@ class Report:
         text = f"job {self._job} {outcome.word} after {figures.wall_s:.1f} s"
         if figures.generations:
             text += f": {figures.text()}"
+        elif outcome.status == 0 and should_train:
+            text += ". Each worker ran by itself: none called a function decorated with elasticstate.run, or "
+            text += "init_process_group()"
         if driver > 1:
             text += f"; {driver} drivers"
         if unsaved is not None:

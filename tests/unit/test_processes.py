@@ -13,7 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticstate.processes import CLEANUP_S, CommandTimedOut, ask, is_at_work, kill_session, session_members
+from elasticstate.processes import (
+    CLEANUP_S,
+    CommandTimedOut,
+    ask,
+    is_at_work,
+    kill_session,
+    remedy_for,
+    session_members,
+)
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -126,3 +134,23 @@ def test_a_process_that_computes_is_at_work_and_a_stopped_or_dead_one_is_not() -
         program.kill()
         program.wait()
     assert not is_at_work(program.pid)
+
+
+WINDOWS = "Its lines end as on Windows. Remove the carriage returns:"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "program", "remedy"),
+    [
+        ("#!/bin/sh\n", 0o644, "./p", "Make the file executable: chmod +x ./p"),
+        ("#!/bin/sh\r\n", 0o755, "./p", f"{WINDOWS} sed -i 's/\\r$//' ./p"),
+        ("#!/no/such/python -u\n", 0o755, "./p", "Its first line names /no/such/python, which is not there."),
+        ("#!/bin/sh\n", 0o755, "p", "For the file in this directory, write ./p."),
+        ("#!/bin/sh\n", 0o755, "./p", ""),
+        ("#!/bin/sh\n", 0o755, "./q", ""),
+    ],
+)
+def test_a_file_that_does_not_run_has_a_remedy(tmp_path: Path, text: str, mode: int, program: str, remedy: str) -> None:
+    (tmp_path / "p").write_text(text, newline="")
+    (tmp_path / "p").chmod(mode)
+    assert remedy_for(program, str(tmp_path)) == remedy

@@ -185,6 +185,18 @@ def test_a_world_that_is_not_expected_to_tick_soon_is_logged_before_it_ends(
     ]
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_workers_that_have_run_by_themselves_are_told_of(
+    several: bool, open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report()
+    figures = JobFigures(0, 0, Losses(), Times(boot=1.0), has_ticked=False)
+    report.summary(figures, Outcome(0, "succeeded"), should_train=several)
+    (line,) = logged(report, capfd)
+    assert line.startswith("job j succeeded after 1.0 s")
+    assert ("Each worker ran by itself" in line) == several
+
+
 def test_the_summary_covers_all_drivers(
     open_report: Callable[..., Report], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
