@@ -145,6 +145,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
     monkeypatch.chdir(tmp_path)
     assert absolute("copies") == absolute(f"file://{tmp_path}/copies") == str(tmp_path / "copies")
     assert absolute("s3://bucket/run") == "s3://bucket/run"
