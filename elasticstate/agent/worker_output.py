@@ -117,7 +117,7 @@ class Pump:
 
     @property
     def prompt(self) -> bytes:
-        """What the terminal shows of an incomplete line."""
+        """The incomplete line that the terminal shows."""
         return self._tagger.shown
 
     def lines(self, most: int) -> str:
