@@ -1,7 +1,8 @@
 """Simulated hosts: network namespaces on one bridge, with faults of hosts and links.
 
-Each host has an address, a name, a shared memory and an ssh server of its own. Needs root, ``ip``, ``unshare``,
-``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names what is not available.
+Each host has an address, a name, a shared memory and an ssh server of its own, whose agents fork like those of this
+machine (kit/forks). Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names what is
+not available.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from tests.kit import forks
+from tests.kit.forks.over_ssh import Agents
 
 _NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "iptables")
 _SHELL_FILE = Path.home() / ".bashrc"  # bash also reads it for commands over ssh
@@ -222,9 +226,12 @@ class Host:
 
 
 class Network:
-    """The driver's host ``d`` and others. Use it as a context manager; it removes everything at the end."""
+    """The driver's host ``d`` and others. Use it as a context manager; it removes everything at the end.
 
-    def __init__(self, directory: Path, *names: str) -> None:
+    ``new_processes``: agents that ssh starts are new processes, as at users, instead of forks.
+    """
+
+    def __init__(self, directory: Path, *names: str, new_processes: bool = False) -> None:
         self.directory = directory / "network"
         self.etc = self.directory / "etc"
         (self.etc / "ssh").mkdir(parents=True)
@@ -232,6 +239,7 @@ class Network:
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(("d", *names), start=1)}
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts.values())]
         (self.etc / "hosts").write_text("\n".join(lines) + "\n")
+        self._agents = None if new_processes else Agents()
         self._write_ssh()
 
     def _write_ssh(self) -> None:
@@ -244,14 +252,14 @@ class Network:
         (ssh / "ssh_config").write_text(
             "GlobalKnownHostsFile /etc/ssh/known_hosts\nUserKnownHostsFile /dev/null\nIdentityFile /etc/ssh/user_key\n"
         )
-        passed = " ".join(
-            f'"{name}={os.environ[name]}"'
-            for name in ("PYTHONPATH", "XDG_RUNTIME_DIR", "ELASTICSTATE_TEST_RUN")
-            if name in os.environ
-        )
+        variables, command = dict(os.environ), ""
+        if self._agents is not None:
+            variables, command = forks.environment(), f"ForceCommand {self._agents.command}\n"
+        names = ("PYTHONPATH", "XDG_RUNTIME_DIR", "ELASTICSTATE_TEST_RUN", "OMP_NUM_THREADS")
+        passed = " ".join(f'"{name}={variables[name]}"' for name in names if name in variables)
         (ssh / "sshd_config").write_text(
             "HostKey /etc/ssh/ssh_host_ed25519_key\nAuthorizedKeysFile /etc/ssh/authorized_keys\nStrictModes no\n"
-            f"PermitRootLogin yes\nUsePAM no\nPidFile none\nLogLevel VERBOSE\nSetEnv {passed}\n"
+            f"PermitRootLogin yes\nUsePAM no\nPidFile none\nLogLevel VERBOSE\nSetEnv {passed}\n{command}"
         )
 
     def __enter__(self) -> Network:
@@ -270,6 +278,8 @@ class Network:
             for host in self.hosts.values():
                 host.stop()
             self.switch.kill()
+            if self._agents is not None:
+                self._agents.close()
 
     def _wait_until_nothing_runs(self) -> None:
         """Wait for the end of all agents after the job: unwanted or unreachable agents exit by themselves."""

@@ -284,7 +284,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Errors:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        with Network(folder, "a", "b", "c") as network, job_on(network, folder, *options, before=list(SHOW)) as job:
+        hosts = Network(folder, "a", "b", "c", new_processes=True)  # their variables and commands are those at users
+        with hosts as network, job_on(network, folder, *options, before=list(SHOW)) as job:
             return one_after_the_other(CALM, lambda part: CALM[part](network, job))
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
-    with Network(tmp_path, "a") as network:
+    with Network(tmp_path, "a", new_processes=True) as network:
         yield network
 
 

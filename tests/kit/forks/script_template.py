@@ -55,6 +55,7 @@ def run(
     directory = directory or os.getcwd()
     if host:
         forked_job.enter(host)
+        os.setsid()
     os.chdir(directory)
     gc.set_threshold(*threshold)
     if host:
