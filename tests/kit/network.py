@@ -1,8 +1,8 @@
 """Simulated hosts: network namespaces on one bridge, with faults of hosts and links.
 
-Each host has an address, a name, a shared memory and an ssh server of its own, whose agents fork like those of this
-machine (kit/forks). Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names what is
-not available.
+Each host has an address, a name, a shared memory and an ssh server of its own, whose agents fork as those of this
+machine do (kit/forks). Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names what
+is not available.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from tests.kit import forks
-from tests.kit.forks.over_ssh import Agents
+from tests.kit.forks.over_ssh import SshForks
 
 _NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "iptables")
 _SHELL_FILE = Path.home() / ".bashrc"  # bash also reads it for commands over ssh
@@ -87,8 +87,8 @@ class _Namespaces:
 
     def _has(self, pid: int) -> bool:
         with suppress(OSError, psutil.Error):
-            living = psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-            return living and os.stat(f"/proc/{pid}/ns/net").st_ino == self.inode
+            is_here = os.stat(f"/proc/{pid}/ns/net").st_ino == self.inode
+            return is_here and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         return False
 
 
@@ -239,7 +239,7 @@ class Network:
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(("d", *names), start=1)}
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts.values())]
         (self.etc / "hosts").write_text("\n".join(lines) + "\n")
-        self._agents = None if new_processes else Agents()
+        self._forks = None if new_processes else SshForks()
         self._write_ssh()
 
     def _write_ssh(self) -> None:
@@ -253,8 +253,8 @@ class Network:
             "GlobalKnownHostsFile /etc/ssh/known_hosts\nUserKnownHostsFile /dev/null\nIdentityFile /etc/ssh/user_key\n"
         )
         variables, command = dict(os.environ), ""
-        if self._agents is not None:
-            variables, command = forks.environment(), f"ForceCommand {self._agents.command}\n"
+        if self._forks is not None:
+            variables, command = forks.environment(), f"ForceCommand {self._forks.command}\n"
         names = ("PYTHONPATH", "XDG_RUNTIME_DIR", "ELASTICSTATE_TEST_RUN", "OMP_NUM_THREADS")
         passed = " ".join(f'"{name}={variables[name]}"' for name in names if name in variables)
         (ssh / "sshd_config").write_text(
@@ -278,8 +278,8 @@ class Network:
             for host in self.hosts.values():
                 host.stop()
             self.switch.kill()
-            if self._agents is not None:
-                self._agents.close()
+            if self._forks is not None:
+                self._forks.close()
 
     def _wait_until_nothing_runs(self) -> None:
         """Wait for the end of all agents after the job: unwanted or unreachable agents exit by themselves."""

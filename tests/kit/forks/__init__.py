@@ -131,7 +131,7 @@ class Template:
         """Start a script. ``command``: its path and arguments. ``descriptors``: its stdin, stdout and stderr.
 
         ``agents``: the number of agents that elasticrun may start in the same way. ``directory``: the working
-        directory. ``host``: a process whose namespaces the command, an agent, enters.
+        directory. ``host``: a process whose namespaces the command enters.
         """
         words = list(map(str, command))
         request = json.dumps([words, dict(environment), agents, str(directory or ""), host]).encode()

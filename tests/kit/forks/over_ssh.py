@@ -1,4 +1,4 @@
-"""Agents that the ssh servers of simulated hosts start: they fork from the template, too."""
+"""Modules of elasticstate that the ssh servers of simulated hosts run: they fork from the template, too."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.kit import forks
 _PROGRAM = Path(__file__).with_name("ssh_command.py")
 
 
-class Agents:
-    """Starts agents as long as it is not closed. ``command``: what the ssh servers run instead of any other command."""
+class SshForks:
+    """Forks until it is closed. ``command``: what the ssh servers run instead of any other command."""
 
     def __init__(self) -> None:
         forks.template()
         self._directory = tempfile.TemporaryDirectory(prefix="es-")  # the kernel limits the length of the path
-        path = f"{self._directory.name}/agents"
+        path = f"{self._directory.name}/forks"
         self.command = "exec " + shlex.join([sys.executable, "-I", "-S", str(_PROGRAM), path, sys.executable])
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
@@ -33,7 +33,7 @@ class Agents:
         self._threads[0].start()
 
     def close(self) -> None:
-        """Wait for the ends of all agents."""
+        """Wait for the ends of all that has forked."""
         self._listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:  # the first one adds others until it ends
             thread.join()
@@ -48,18 +48,17 @@ class Agents:
                 self._threads[-1].start()
 
     def _run(self, link: socket.socket) -> None:
-        """Run an agent on the host, and with the streams, of the process at the other end."""
+        """Run a module on the host, and with the streams, of the process at the other end."""
         with link:
             request, descriptors, _, _ = socket.recv_fds(link, 1 << 17, 3)
             if not request:
                 return  # the host has lost its power
             host, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            environment, directory = json.loads(request)
+            command, environment, directory = json.loads(request)
             stdin, stdout, stderr = descriptors
-            command = ["-m", "elasticstate.agent"]
-            agent = forks.template().fork(command, environment, (stdin, stdout, stderr), 0, Path(directory), host)
+            process = forks.template().fork(command, environment, (stdin, stdout, stderr), 0, Path(directory), host)
             for descriptor in descriptors:
                 os.close(descriptor)
-            code = agent.wait()
-            with suppress(OSError):  # the process there was killed with the agent
+            code = process.wait()
+            with suppress(OSError):  # the process there was killed, too
                 link.send(str(code).encode())

@@ -39,8 +39,8 @@ def run(
 ) -> None:
     """Run a command in a child of ``parent``, as a new Python process would. ``agents``: 0, if it is no elasticrun.
 
-    ``directory``: "", if that of this process is right. ``host``: a process on the simulated host on which the command,
-    an agent, runs; 0, if that is this machine.
+    ``directory``: "", if that of this process is right. ``host``: a process on the simulated host on which the command
+    runs; 0, if that is this machine.
     """
     if (pid := fork()) != 0:
         link.send(str(pid).encode())
@@ -58,7 +58,7 @@ def run(
         os.setsid()
     os.chdir(directory)
     gc.set_threshold(*threshold)
-    if host:
+    if host and {"agent", "elasticstate.agent"} & {*command[:3]}:
         forked_job.prepare_template()
     if agents:
         forked_job.prepare(agents)
