@@ -194,7 +194,8 @@ def test_a_new_driver_continues_a_job_of_plain_workers(tmp_path: Path) -> None:
     assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
 
 
-@pytest.mark.parametrize("template", ["--preload=", "--preload=off"])
+# That a new process ends so, too, is in unit/worker/test_gloo_rest.py.
+@pytest.mark.parametrize("template", ["--preload=", pytest.param("--preload=off", marks=pytest.mark.long)])
 def test_a_worker_ends_although_a_collective_is_in_flight_at_its_end(tmp_path: Path, template: str) -> None:
     """With torch 2.13 alone, such a process waits for itself for ever, or aborts."""
     command = [sys.executable, str(SCRIPTS / "in_flight.py")]

@@ -1,8 +1,8 @@
 """Simulated hosts: network namespaces on one bridge, with faults of hosts and links.
 
 Each host has an address, a name, a shared memory and an ssh server of its own, whose agents fork as those of this
-machine do (kit/forks). Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names what
-is not available.
+machine do (kit/forks). Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names
+what is not available.
 """
 
 from __future__ import annotations
