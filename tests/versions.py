@@ -90,7 +90,7 @@ class Pair:
         pip = [self._bin / "pip", "install", "--no-cache-dir", "--quiet", "--constraint", constraints]
         self._command([*pip, "torch"])
         self._say("installing the package, and what its tests need")
-        self._command([*pip, "setuptools>=70.1", "cmake", "nanobind"])
+        self._command([*pip, "torch", "setuptools>=70.1", "cmake", "nanobind"])  # a setuptools that torch can have
         extras = "dev-all,mpi" if self._all_units else "dev,mpi"
         self._command([*pip, "--no-build-isolation", "--editable", f".[{extras}]", "torchdata"])
         print_versions = "import sys, torch; print('torch', torch.__version__, 'and Python', sys.version.split()[0])"
@@ -108,7 +108,9 @@ class Pair:
         try:
             self._command([*pytest, "--failures-file", failed, *chosen, *(ONLY if part == "jobs" else [])])
         except subprocess.SubprocessError as error:
-            self.failures += failed.read_text().splitlines() if failed.exists() else [f"{part}: {error}"]
+            self.failures += failed.read_text().splitlines() if failed.exists() else []
+            if not failed.exists() or not report.exists():
+                self.failures.append(f"{part}: {error}")
         if not report.exists():
             return "did not end"
         (suite,) = ElementTree.parse(report).getroot()

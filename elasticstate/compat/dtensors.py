@@ -7,6 +7,9 @@
   ``_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached``, ``_collective_utils.MeshTopoInfo``: caches whose
   keys contain device meshes. Two meshes of different process groups are equal (``DeviceMesh.__eq__`` compares ranks and
   names), so after a regroup a cache could return a mesh whose groups are gone; and its keys keep them alive.
+- ``_op_schema.OpSchema``, ``DeviceMesh._pg_registry``: torch 2.11 never frees a tuple that it makes for each operation
+  that is new to its caches. It refers to the meshes of the operands, and these to their groups, with sockets and
+  threads. So the groups of ended worlds are taken out of the meshes.
 - ``_subclasses.fake_tensor.FakeTensorMode.cache``: after these caches have been cleared, torch computes the result of
   each operation anew, and stores it here with the operation's numbers, such as a bias correction of Adam. So each world
   would add entries that no later one uses.
@@ -14,14 +17,19 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from elasticstate.compat import warn_absent
+from elasticstate.compat.process_groups import all_groups
 
 Split: TypeAlias = "tuple[int, int] | None"
 """Placement on one dimension of a mesh: (dimension of the tensor, split factor), or None if the tensor is replicated.
@@ -96,7 +104,38 @@ def clear_mesh_caches() -> None:
             warn_absent("torch", name, "the process groups of earlier worlds with attached values are not released")
         else:
             clear()
+    if _operations_are_kept():
+        _release_ended_groups()
     _limit_results()
+
+
+@functools.cache
+def _operations_are_kept() -> bool:
+    """Return True if this torch never frees the operands of an operation: see above."""
+    from torch.distributed.tensor import _op_schema
+
+    class Operand:
+        pass
+
+    operand = Operand()
+    exists = weakref.ref(operand)
+    try:
+        _op_schema.OpSchema(torch.ops.aten.mm.default, (operand,), {}, _op_schema.RuntimeSchemaInfo(0))
+    except (AttributeError, TypeError):
+        return False
+    del operand
+    return exists() is not None
+
+
+def _release_ended_groups() -> None:
+    """Take the groups that torch no longer knows out of all meshes. A mesh without them can communicate no more."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    known = set(all_groups())
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        groups: dict[str, Any] = getattr(mesh, "_pg_registry", {})
+        for name in [name for name, group in groups.items() if group not in known]:
+            groups[name] = dist.ProcessGroup(0, 1)  # without any backend; torch would look for an absent name elsewhere
 
 
 def _limit_results() -> None:

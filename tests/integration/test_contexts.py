@@ -31,6 +31,7 @@ FAKES = {
 }
 GPUS = [pytest.param("nccl", marks=NO_GPU), pytest.param("nccl2", marks=[NO_GPU, NO_NCCL2])]
 LATER = ("fake nccl2", "fake nccl-legacy")  # of torch 2.15
+ALL_FAKES = [pytest.param(name, marks=REAL_NCCL) for name in FAKES]
 FAKE = [pytest.param("fake nccl", marks=REAL_NCCL)]
 FAKE += [pytest.param(name, marks=[REAL_NCCL, pytest.mark.long]) for name in LATER]
 
@@ -90,7 +91,7 @@ def all_do(members: list[Rank], command: str, within_s: float = SOON_S) -> list[
     return answers
 
 
-@pytest.mark.parametrize("ranks", ["gloo", "mpi", *FAKES, *GPUS], indirect=True)
+@pytest.mark.parametrize("ranks", ["gloo", "mpi", *ALL_FAKES, *GPUS], indirect=True)
 def test_collectives_in_worlds_that_shrink_and_grow(ranks: Ranks) -> None:
     members = ranks.boot(3)
     for name, count in (("three", 3), ("two", 2), ("one", 1), ("four", 4)):

@@ -255,7 +255,7 @@ def test_it_says_where_the_main_thread_is_while_that_thread_is_stuck() -> None:
         while not isinstance(message, messages.CollectivesReport):
             message = worker.said()
         assert (message.generation, message.collectives) == (GENERATION, ())
-        assert re.fullmatch(rf"{__file__}:\d+ in (hear|said): .*self\.agent\.(send|recv).*", message.line)
+        assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in (hear|said): .*self\.agent\.(send|recv).*", message.line)
         assert re.search(r", in (hear|said)\n", message.stack)
     worker.settle()
     worker.sentinel.leave()  # the thread ends
