@@ -246,7 +246,12 @@ class FileStorage:
 
 
 class Counted:
-    """Process group that counts its collectives. It has only the methods that the state needs."""
+    """Process group that counts its collectives. It has only the methods that the state needs.
+
+    The members begin one after the other: torch's flight recorder (2.11) enters a new group into a map without a lock.
+    """
+
+    _begins = threading.Lock()
 
     def __init__(self, group: Any, collectives: list[int]) -> None:
         self._group = group
@@ -254,11 +259,13 @@ class Counted:
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         self._collectives.append(sum(tensor.nbytes for tensor in tensors))
-        return self._group.broadcast(tensors, options)
+        with self._begins:
+            return self._group.broadcast(tensors, options)
 
     def allgather(self, rows: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> Any:
         self._collectives.append(sum(tensor.nbytes for tensor in tensors))
-        return self._group.allgather(rows, tensors)
+        with self._begins:
+            return self._group.allgather(rows, tensors)
 
     def size(self) -> int:
         return int(self._group.size())
