@@ -84,13 +84,12 @@ class Pair:
         constraints = self._place / "constraints.txt"
         pins = re.sub(r"(?m)^setuptools==.*$", "", pins)  # torch 2.11 and 2.12 want an older one
         constraints.write_text(re.sub(r"(?m)^torch==.*$", f"torch=={self.torch}.*", pins))
-        if (self._place / "complete").exists():
-            return
-        self._command([python, "-m", "venv", "--clear", self._bin.parent])
         pip = [self._bin / "pip", "install", "--no-cache-dir", "--quiet", "--constraint", constraints]
-        self._command([*pip, "torch"])
+        if not (self._place / "complete").exists():
+            self._command([python, "-m", "venv", "--clear", self._bin.parent])
+            self._command([*pip, "torch"])
+            self._command([*pip, "torch", "setuptools>=70.1", "cmake", "nanobind"])  # a setuptools that torch permits
         self._say("installing the package, and what its tests need")
-        self._command([*pip, "torch", "setuptools>=70.1", "cmake", "nanobind"])  # a setuptools that torch can have
         extras = "dev-all,mpi" if self._all_units else "dev,mpi"
         self._command([*pip, "--no-build-isolation", "--editable", f".[{extras}]", "torchdata"])
         print_versions = "import sys, torch; print('torch', torch.__version__, 'and Python', sys.version.split()[0])"

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.compat import warn_absent
-from elasticstate.compat.process_groups import all_groups
+from elasticstate.compat.process_groups import HashStore, all_groups
 
 Split: TypeAlias = "tuple[int, int] | None"
 """Placement on one dimension of a mesh: (dimension of the tensor, split factor), or None if the tensor is replicated.
@@ -135,7 +135,8 @@ def _release_ended_groups() -> None:
     for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
         groups: dict[str, Any] = getattr(mesh, "_pg_registry", {})
         for name in [name for name, group in groups.items() if group not in known]:
-            groups[name] = dist.ProcessGroup(0, 1)  # without any backend; torch would look for an absent name elsewhere
+            # Without any backend. torch would look for an absent name in the present world.
+            groups[name] = dist.ProcessGroup(HashStore(), 0, 1)
 
 
 def _limit_results() -> None:
