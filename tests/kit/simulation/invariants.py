@@ -143,9 +143,8 @@ class Checker:
         if limit is None or not started or living <= limit + (after.policy.spares if trains else 0):
             return
         kept = {name for name, host in after.hosts.items() if not (host.draining and host.agent == "stopping")}
-        newest = max(
-            slot.retained for slot_id, slot in after.slots.items() if slot.retained is not None and slot_id.host in kept
-        )
+        retained = [slot.retained for slot_id, slot in after.slots.items() if slot_id.host in kept]
+        newest = max((commit for commit in retained if commit is not None), default=None)
         assert self._awaits_retained(after), "more workers were started than max_np"
         assert [after.slots[worker.slot_id].retained for worker in started] == [newest], "more were started than max_np"
         self.reached["beyond max_np"] += 1
@@ -288,7 +287,8 @@ class Checker:
                 self._verdict(before, after, worker, generation, now)
             case t.OpenGate(generation):
                 assert generation == self.generation
-                assert all(w.in_gate for w in after.workers.values() if w.joined == generation and not w.gone)
+                members = [w for w in after.workers.values() if w.joined == generation and not w.gone]
+                assert all(w.in_gate for w in members), "the gate opens when all members are in it"
                 self.reached["gate"] += 1
                 self.reached["stopped in the gate"] += self._stopped
             case t.Terminate(generation):
