@@ -87,8 +87,8 @@ DISTANT = job(2, 1, policy=(("min_interrupt_distance_s", 2.0),))
 BEHIND_GATE = "    if isinstance(d.phase, Finishing):\n        return\n    hosts"
 MUTANTS = (
     Mutant("I1", "worlds.make_world", "d.generation + 1,", "d.generation + 2,", job(1, 1), "I1: one world"),
-    Mutant("I1", "ending.end_now", END_NOW, END_NOW.replace("n, N", "n - 1, N"), job(1, 1, kills=1), "I1: only the"),
-    Mutant("I1", "ending.is_live", "and d.phase.at_tick is not None", "", job(1, 1, kills=2), "END now is sent once"),
+    Mutant("I1", "running.end_now", END_NOW, END_NOW.replace("n, N", "n - 1, N"), job(1, 1, kills=1), "I1: only the"),
+    Mutant("I1", "running.is_live", "and d.phase.at_tick is not None", "", job(1, 1, kills=2), "END now is sent once"),
     Mutant("I2", "worlds.assign", "members.sort()", "members.sort(reverse=True)", job(2), "I2"),
     Mutant("I3", "worlds.make_world", "commits.index(best)", "0", job(1, 1, kills=1), "I3: the root"),
     Mutant("I3", "worlds.choose", "or max(found, key=held)", "or found[0]", CROWDED, "I3: a commit of all"),
@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "I6", "running._who_changes", "= candidates(d)", "= candidates(d) or d.members()", job(1, 1), "I6: newcomers"
     ),
-    Mutant("I7", "ending.verdict_deadlines", "elif suspects:", "elif False:", job(1, 1, errors=1), "I7: nothing"),
+    Mutant("I7", "running.verdict_deadlines", "elif suspects:", "elif False:", job(1, 1, errors=1), "I7: nothing"),
     Mutant("I7", "waiting._awaited", "if w.ready is None and not w.late", "", job(1, 1), "I7: nothing"),
     Mutant("I8", "slots._spread", "crc32(", "__import__('random').randrange(1000) + crc32(", TWICE, "I8"),
     Mutant("I15", "waiting._release_draining", "and worker is not holder", "", job(1, 1, notices=1, kills=1), "I15"),
@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant("I17", "facts._agent_lost", "if notice and host.slots:", "if False:", job(1, 1, notices=1), "I17"),
     Mutant("slots", "slots._free_slots", "slot.worker is None and", "", job(2, kills=1), "each in its slot"),
     Mutant(
-        "verdict", "ending.judge", "d.now < judged_at or silent", "d.now < judged_at", job(1, 1, errors=1), "OWN needs"
+        "verdict", "running.judge", "d.now < judged_at or silent", "d.now < judged_at", job(1, 1, errors=1), "OWN needs"
     ),
     Mutant("gate", "running.running", "members and all(", "members and any(", job(1, 1), "the gate opens when all"),
     Mutant("stop", "slots.start_and_stop", BEHIND_GATE, "    hosts", job(1, 1, stops=1, kills=1), "nothing begins"),
