@@ -13,8 +13,6 @@ import torch.distributed as dist
 from elasticstate.extension import Channel
 from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.allreduce import (
-    Compression,
-    Compressor,
     Op,
     allreduce,
     differentiable,
@@ -25,6 +23,7 @@ from elasticstate.horovod.allreduce import (
     torch_operation,
 )
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members
+from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.world import ProcessSet, members_of
 

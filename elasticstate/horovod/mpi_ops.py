@@ -10,7 +10,6 @@ from elasticstate.horovod import negotiation, world
 from elasticstate.horovod.allreduce import (
     DTYPES,
     OPS,
-    Compression,
     Op,
     allreduce,
     allreduce_,
@@ -42,6 +41,7 @@ from elasticstate.horovod.collectives import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from elasticstate.horovod.compression import Compression
 from elasticstate.horovod.negotiation import CallHeader, poll, synchronize
 from elasticstate.horovod.optimizer import reducer_of
 from elasticstate.horovod.world import (

@@ -18,9 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from elasticstate.extension import copy_all, world_generation
 from elasticstate.horovod import calls, negotiation, timeline
-from elasticstate.horovod.allreduce import Compression, Compressor, Op, scale, torch_operation
+from elasticstate.horovod.allreduce import Op, scale, torch_operation
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members, OptimizerUsageError, failures_named
 from elasticstate.horovod.collectives import SparseGradients
+from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.world import ProcessSet, is_member, members_of, need_process_set
 
 # -------------------------------------------------------------------------------------------------------------- buckets

@@ -52,7 +52,7 @@ _ABOUT_A_GENERATION = (t.First, t.Gate, t.HoldAnswer, t.GenerationFailure)
 
 
 class Budget(NamedTuple):
-    """How often each fault may happen. A host may be lost with its memory, or its agent alone."""
+    """The number of times that each fault may happen. A host may be lost with its memory, or its agent alone."""
 
     kills: int = 0  # of workers
     losses: int = 0  # of agents, alone or with the memory of their hosts
@@ -1002,7 +1002,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Found:
-    """What a complete search has seen."""
+    """Figures of a complete search."""
 
     states: int = 0
     transitions: int = 0
