@@ -237,6 +237,7 @@ class Service:
         """
         self._send_host_report()
         self._preemption.begin()
+        self._supervisor.send_stamps()  # a lease begins before the driver publishes the first world
         beside = [
             asyncio.ensure_future(clean_regularly(self._commits, self._job.options.driver_timeout_s)),
             asyncio.ensure_future(self._supply.watch_files(self._socket)),
