@@ -26,6 +26,7 @@ def wait(name):
     while not pathlib.Path(name).exists():
         time.sleep(0.005)
 print("a line", flush=True)
+wait("shown")  # stdout and stderr are two pipes, in no order
 sys.stderr.write("\r  1/10 \u2588 \r  2/10 \u2588\u2588 \r")
 sys.stderr.flush()
 wait("go")
@@ -37,6 +38,8 @@ sys.stderr.write("\r 10/10 \u2588\u2588\u2588\n")
 def test_the_line_is_below_all_output_and_a_bar_stays_whole(tmp_path: Path) -> None:
     with Terminal(tmp_path, *JOB, "--", sys.executable, "-c", BAR) as terminal:
         bar = "  2/10 ██"
+        terminal.until(lambda: "a line" in terminal.rows, "a line")
+        (tmp_path / "shown").touch()
         terminal.until(lambda: bool(terminal.lines()) and bar in terminal.rows, "the bar and the line")
         assert terminal.rows[-2:] == [bar, terminal.lines()[0]]
         assert "a line" in terminal.rows
