@@ -53,6 +53,7 @@ class Liveness:
         self._has_changed = False
         self._reported: Stamp | None = None
         self._next_point = 0  # number of the first point on the page that was not reported
+        self._lease_until_ns = 0
 
     def begin(self, now: float) -> None:
         """Start to judge the worker: its Hello has arrived."""
@@ -64,6 +65,7 @@ class Liveness:
         self._seals = page
         if not self._judged:
             self._page = page
+            page.set_lease(self._lease_until_ns)
 
     def end(self) -> None:
         """Stop judging the worker."""
@@ -84,6 +86,7 @@ class Liveness:
 
     def set_lease(self, until_ns: int) -> None:
         """Write the end of the lease to the page."""
+        self._lease_until_ns = until_ns
         self._page.set_lease(until_ns)
 
     def forgive(self, seconds: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from elasticstate import _native
 from elasticstate.agent.supervisor import Liveness, stamps_interval_s
 from elasticstate.core.ids import CommitId
 from elasticstate.net.messages import Place, Stamp
@@ -165,3 +167,16 @@ def test_stamps_are_sent_each_second_less_often_in_a_large_world_and_several_tim
     assert stamps_interval_s(10.0, 100_000) == 2.5
     assert stamps_interval_s(2.0, 8) == 0.2
     assert stamps_interval_s(2.0, 100_000) == 0.5
+
+
+def test_a_lease_also_holds_for_the_new_page_of_a_worker_that_boots(tmp_path: Path) -> None:
+    """Its files were deleted before its Hello, so it gets others."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(bytes(4096))
+    new.write_bytes(bytes(4096))
+    liveness = Liveness(page_at(old), OWNER)
+    liveness.set_lease(1)  # a time that has passed
+    liveness.storage_is(page_at(new))
+    ours, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with agents:
+        assert not _native.Sentinel(page_at(new), ours.detach()).in_lease()
