@@ -60,6 +60,8 @@ def remedy_for(program: str, directory: str | None = None) -> str:
     if "/" not in program:
         return f"For the file in this directory, write ./{program}."
     if not os.access(path, os.X_OK):
+        if path.stat().st_mode & 0o111:
+            return "Its permissions, or a file system that is mounted with noexec, do not let this user run it."
         return f"Make the file executable: chmod +x {program}"
     if first.startswith(b"#!") and first.endswith(b"\r\n"):
         return f"Its lines end as on Windows. Remove the carriage returns: sed -i 's/\\r$//' {program}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -154,3 +155,14 @@ def test_a_file_that_does_not_run_has_a_remedy(tmp_path: Path, text: str, mode: 
     (tmp_path / "p").write_text(text, newline="")
     (tmp_path / "p").chmod(mode)
     assert remedy_for(program, str(tmp_path)) == remedy
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_file_with_the_right_mode_that_may_not_run_is_not_advised_to_change_it(tmp_path: Path) -> None:
+    program = "import sys; from elasticstate.processes import remedy_for; print(remedy_for('./p', sys.argv[1]))"
+    (tmp_path / "p").write_text("#!/bin/sh\n")
+    (tmp_path / "p").chmod(0o755)
+    mount = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,bind,noexec {tmp_path}"
+    words = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", program, tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert "mounted with noexec" in done.stdout
