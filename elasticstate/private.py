@@ -143,11 +143,19 @@ def replacing(directory: int, name: str, mode: int = 0o600) -> Iterator[BinaryIO
         raise
 
 
-def write_file(directory: int, name: str, data: bytes, mode: int = 0o600) -> None:
-    """Replace the content of a file atomically: a reader gets the old or the new content. Raises OSError."""
+def write_file(directory: int, name: str, data: bytes, mode: int = 0o600, is_lasting: bool = False) -> None:
+    """Replace the content of a file atomically: a reader gets the old or the new content. Raises OSError.
+
+    ``is_lasting``: the new content is on the disk when this returns.
+    """
     with replacing(directory, name) as file:
         file.write(data)
         os.fchmod(file.fileno(), mode)
+        if is_lasting:
+            file.flush()
+            os.fsync(file.fileno())
+    if is_lasting:
+        os.fsync(directory)
 
 
 def read_file(directory: int, name: str) -> bytes:

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from elasticstate.threads import in_thread
+
 _LONGEST_FIRST_LINE = 256  # bytes: as of Linux
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[#~={}!\n]")
 _MOST_OUTPUT_BYTES = 4 * 1024 * 1024
@@ -112,9 +114,12 @@ async def ask(
     finally:
         for part in (stdout, stderr, ending):
             part.cancel()
-        if whole_session:
-            kill_session(process.pid)
-        await _end(process)
+        try:
+            if whole_session:  # in a thread: the kernel may let readers of /proc wait
+                killing = asyncio.ensure_future(in_thread(kill_session, process.pid))
+                await _insist(lambda: asyncio.wait({killing}), killing.done)
+        finally:
+            await _end(process)
 
 
 async def _start(arguments: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:

@@ -33,6 +33,7 @@ from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly, is_watched
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator, Supply
 from elasticstate.agent.preemption import PreemptionWatch
+from elasticstate.agent.standby import Standby
 from elasticstate.agent.supervisor import Supervisor, sealed_commits
 from elasticstate.agent.template_process import Template, start_template
 from elasticstate.agent.worker_output import Outputs
@@ -189,6 +190,7 @@ class Service:
         self._workers = Workers(job, self._storage, self._allocator, self._socket, supervisor, template)
         self._stores = PlainStores(job, template)
         self._durable = DurableUploads(job, self._storage, self._copies.store)
+        self._standby = Standby(job)
         self._held: int | None = None  # generation on hold, if any
         # For the report to a new driver:
         self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
@@ -267,6 +269,7 @@ class Service:
         self._stores.close()
         self._allocator.close()
         await self._durable.close()
+        await self._standby.close()
         self._backend.close()
         await in_thread(self._copies.close)
         self._storage.close()
@@ -348,6 +351,8 @@ class Service:
                 self._durable.begin(message)
             case messages.DropDurable(folder):
                 self._durable.drop(folder)
+            case messages.RunStandby():
+                self._standby.begin()
             case messages.FetchOutput(worker):
                 self._job.driver.send(self._job.outputs.tail(worker))
             case _:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import deque
 
+from elasticstate.core import register
 from elasticstate.failures import signal_name
 from elasticstate.machine import version
 from elasticstate.net import messages
@@ -21,7 +22,8 @@ _LONGEST_PAUSE_S = 1.0
 class DriverConnection:
     """Connection to the driver. Call ``establish`` first, and again after ``receive`` has raised ConnectionError.
 
-    Raises ValueError on a bad token.
+    An agent is an acceptor of its job's record, too (core/register.py): its memory is this object, and its identity the
+    agent's. Raises ValueError on a bad token.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -32,21 +34,50 @@ class DriverConnection:
         self._stream: DriverStream | None = None
         self._pending: deque[messages.ToAgent] = deque()  # messages received but not yet returned by receive()
         self._loop = asyncio.get_running_loop()
-        self.is_connected = False  # True while a greeting or a connection is under way
+        self._greeting = asyncio.Lock()  # one driver may have several addresses, and must get one Hello
+        self._found: tuple[str, ...] = ()  # where the newest driver was found
+        self._standbys: tuple[str, ...] = ()  # where the next driver may listen
+        self._vote = register.Vote()
+        self._accepted_at = self._heard_at = self._loop.time()
         self.is_sought = True  # False: do not retry after a failed attempt
 
+    @property
+    def is_connected(self) -> bool:
+        """Return True while a greeting or a connection is under way."""
+        return self._greeting.locked() or self._stream is not None
+
     async def establish(self, limit_s: float) -> messages.JobSpec:
-        """Dial until a driver accepts this agent. Return the first message of that driver.
+        """Dial all places where a driver may be, until one accepts this agent. Return the first message of that driver.
 
         Raises:
             Refused: a driver of this job refused this agent.
             ConnectionError: no driver accepted this agent within ``limit_s``, or the driver broke the protocol.
         """
         deadline = self._loop.time() + limit_s
+        launched = self._launch.addresses
+        places = [(address,) for address in launched] if self._launch.is_joining else [launched]
+        places += [self._found, *((address,) for address in self._standbys)]
+        seeking = {asyncio.ensure_future(self._seek(place, deadline)) for place in dict.fromkeys(places) if place}
+        reasons: list[str] = []
+        try:
+            while seeking:
+                done, seeking = await asyncio.wait(seeking, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not isinstance(task.exception(), ConnectionError) or isinstance(task.exception(), Refused):
+                        return task.result()
+                    reasons.append(str(task.exception()))
+        finally:
+            for task in seeking:
+                task.cancel()
+            await asyncio.gather(*seeking, return_exceptions=True)
+        raise ConnectionError("; ".join(dict.fromkeys(reasons)))
+
+    async def _seek(self, addresses: tuple[str, ...], deadline: float) -> messages.JobSpec:
+        """Dial one driver, again and again until the deadline."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                return await self._greet(max(0.1, deadline - self._loop.time()))
+                return await self._greet(addresses, deadline)
             except Refused:
                 raise
             except ConnectionError:
@@ -56,32 +87,63 @@ class DriverConnection:
             await asyncio.sleep(min(pause_s, left_s))  # the last attempt is at the end
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _greet(self, limit_s: float) -> messages.JobSpec:
-        timeout_s = min(self._launch.connect_timeout_s, limit_s)
-        deadline = self._loop.time() + timeout_s
-        stream = await DriverStream.dial(self._launch.addresses, self.trust, timeout_s)
-        self.is_connected = True
-        stream.send(self._hello())
-        answer = asyncio.ensure_future(stream.receive())
+    async def _greet(self, addresses: tuple[str, ...], deadline: float) -> messages.JobSpec:
+        timeout_s = min(self._launch.connect_timeout_s, max(0.1, deadline - self._loop.time()))
+        stream = await DriverStream.dial(addresses, self.trust, timeout_s)
         try:
-            await asyncio.wait({answer}, timeout=max(0.0, deadline - self._loop.time()))
-            if not answer.done():
-                raise ConnectionError("timed out: the driver did not answer")
-            spec = answer.result()
-            if not isinstance(spec, messages.JobSpec):
-                raise ConnectionError(f"the first message of the driver is {type(spec).__name__}, not JobSpec")
-            if self._job_id not in ("", spec.job_id):
-                raise Refused(messages.Refusal("this driver has begun a new job with the same token", is_stopped=True))
-            if spec.epoch < self._epoch:
-                raise ConnectionError(f"the driver of epoch {spec.epoch} was replaced by one of epoch {self._epoch}")
+            async with self._greeting:
+                if self._stream is not None:
+                    raise ConnectionError("another driver has answered first")
+                stream.send(self._hello())
+                answer = await self._answer(stream, timeout_s)
+                if not isinstance(answer, messages.NotLeading):
+                    return self._accepted(stream, answer, addresses)
+            while isinstance(answer, messages.VoteRequest):  # it may be elected
+                self._vote_on(stream, answer)
+                answer = await self._answer(stream, max(0.1, deadline - self._loop.time()))
+            raise ConnectionError(f"a driver that is not elected has sent {type(answer).__name__}")
         except BaseException:
-            self.is_connected = False
-            answer.cancel()
             stream.abort("the greeting failed")
             raise
+
+    async def _answer(self, stream: DriverStream, timeout_s: float) -> messages.ToAgent:
+        answer = asyncio.ensure_future(stream.receive())
+        try:
+            await asyncio.wait({answer}, timeout=timeout_s)
+            if not answer.done():
+                raise ConnectionError("timed out: the driver did not answer")
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    def _accepted(self, stream: DriverStream, spec: messages.ToAgent, addresses: tuple[str, ...]) -> messages.JobSpec:
+        if not isinstance(spec, messages.JobSpec):
+            raise ConnectionError(f"the first message of the driver is {type(spec).__name__}, not JobSpec")
+        if self._job_id not in ("", spec.job_id):
+            raise Refused(messages.Refusal("this driver has begun a new job with the same token", is_stopped=True))
+        if spec.epoch < self._epoch:
+            raise ConnectionError(f"the driver of epoch {spec.epoch} was replaced by one of epoch {self._epoch}")
         self._stream, self._epoch, self._job_id = stream, spec.epoch, spec.job_id
+        self._found, self._standbys = addresses, spec.standbys
         self._pending.clear()
         return spec
+
+    def _vote_on(self, stream: DriverStream, request: messages.VoteRequest) -> None:
+        """Answer a request about the job's record."""
+        now = self._loop.time()
+        match request:
+            case messages.NotLeading():
+                stream.send(messages.Voter(self._vote.accepted, now - self._accepted_at, now - self._heard_at))
+                return
+            case messages.Prepare(ballot):
+                self._vote, is_granted = register.prepare(self._vote, ballot)
+                answer: messages.Vote = messages.Promised(ballot, self._vote.accepted)
+            case messages.Accept(entry):
+                self._vote, is_granted = register.accept(self._vote, entry)
+                self._accepted_at = now if is_granted else self._accepted_at
+                answer = messages.Accepted(entry.version)
+        assert self._vote.promised is not None
+        stream.send(answer if is_granted else messages.VoteRefused(self._vote.promised))
 
     def _hello(self) -> messages.AgentHello:
         launch = self._launch
@@ -128,12 +190,21 @@ class DriverConnection:
         return await self._next(self._stream)
 
     async def _next(self, stream: DriverStream) -> messages.ToAgent:
-        try:
-            return await stream.receive()
-        except ConnectionError as error:
-            stream.abort(str(error))
-            self._stream = None
-            raise
+        """Return the next message that is not about this connection itself."""
+        while True:
+            try:
+                message = await stream.receive()
+            except ConnectionError as error:
+                self._heard_at = stream.received_at
+                stream.abort(str(error))
+                self._stream = None
+                raise
+            if isinstance(message, messages.VoteRequest):
+                self._vote_on(stream, message)
+            elif isinstance(message, messages.Standbys):
+                self._standbys = message.addresses
+            else:
+                return message
 
     async def lost(self) -> None:
         """Wait until the driver refuses this agent or is lost; then raise ConnectionError.

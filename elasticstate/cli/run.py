@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
-from elasticstate.options import Options, read_options_to_check
+from elasticstate.options import CONNECT_TIMEOUT_S, Options, read_options_to_check
 from elasticstate.options.kinds import parse_host
+from elasticstate.options.reading import value_of
+from elasticstate.terminal import complain
 
 if TYPE_CHECKING:
+    from elasticstate.driver.election import Elected
     from elasticstate.driver.screen import Screen
 
 
@@ -19,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Run a job, or what the options ask for instead. Return the exit status. Raises OptionError."""
     if argv[:1] == ["--launched"]:
         return _launched(*argv[1:])
+    if argv[:1] == ["--standby"]:
+        return _stand_by()
     if "--reattach" in argv[:3]:
         return _reattach(argv)
     given = parse(argv)
@@ -36,7 +41,7 @@ def _check(texts: Mapping[str, str | None]) -> int:
     return check(*read_options_to_check(texts))
 
 
-def _run(options: Options, must_reattach: bool = False) -> int:
+def _run(options: Options, must_reattach: bool = False, elected: Elected | None = None) -> int:
     from elasticstate.driver.screen import screen_for
     from elasticstate.launchers import early_agent
     from elasticstate.launchers.stdin import stdin_for, with_debugger
@@ -49,10 +54,10 @@ def _run(options: Options, must_reattach: bool = False) -> int:
     elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
     is_needed = not must_reattach and ("localhost" in named or not elsewhere)
     with screen_for(options) as screen, stdin_for(options) as stdin, early_agent(is_needed, stdin):
-        return _drive(options, must_reattach, screen)
+        return _drive(options, must_reattach, screen, elected)
 
 
-def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
+def _drive(options: Options, must_reattach: bool, screen: Screen | None, elected: Elected | None) -> int:
     import asyncio
     import gc
 
@@ -66,7 +71,7 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
             raise OptionError(f"--durable-dir: {options.durable_dir!r}: {reason}.")
 
     async def run() -> int:
-        return await Driver(options, must_reattach, screen).run()
+        return await Driver(options, must_reattach, screen, elected).run()
 
     gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
     return asyncio.run(run())
@@ -109,11 +114,13 @@ def _reattach(argv: Sequence[str]) -> int:
     """Run a new driver for a job whose driver is dead, with the options of that driver (``elasticrun --reattach``)."""
     parser = Parser(prog="elasticrun --reattach", add_help=False)
     parser.add_argument("--reattach", required=True, metavar="JOB")
+    parser.add_argument("--listen", default=None, metavar="ADDR:PORT")
+    parser.add_argument("--token-file", default=None, metavar="F")
     given, rest = parser.parse_known_args(argv)
     if rest:
         raise OptionError(
             f"--reattach: {' '.join(rest)!r}: must not be given. A job keeps the command and the options that it was "
-            "started with."
+            "started with; on another machine, give --listen and --token-file."
         )
     import os
     from dataclasses import replace
@@ -121,9 +128,70 @@ def _reattach(argv: Sequence[str]) -> int:
     from elasticstate.driver.record import find_job
 
     record = find_job(given.reattach)
-    if record is None:
+    if record is not None:
+        os.chdir(record.directory)
+        return _run(replace(record.options, job_name=given.reattach), must_reattach=True)
+    if given.listen is None or given.token_file is None:
         raise OptionError(
-            f"--reattach: {given.reattach!r}: this user has no such job on this machine. Name a job without a driver."
+            f"--reattach: {given.reattach!r}: this user has no such job on this machine. Name a job without a driver, "
+            "or give --listen ADDR:PORT and --token-file F to continue one with --standbys whose machine is lost."
         )
-    os.chdir(record.directory)
-    return _run(replace(record.options, job_name=given.reattach), must_reattach=True)
+    return _reattach_elsewhere(given.reattach, given.listen, given.token_file)
+
+
+def _reattach_elsewhere(job: str, listen: str, token_file: str) -> int:
+    """Run a new driver for a job whose record is kept by agents, which dial the address ``listen``."""
+    import asyncio
+    import os
+    from dataclasses import replace
+
+    from elasticstate.driver.election import elect
+    from elasticstate.driver.votes import ReplacedError
+    from elasticstate.net.trust import token_of_job
+    from elasticstate.options.kinds import ADDRESS, split_address
+
+    address = value_of("--listen", listen, ADDRESS)
+    try:
+        elected = asyncio.run(elect(job, token_of_job(token_file), [split_address(address)], CONNECT_TIMEOUT_S, say))
+    except ReplacedError as error:
+        raise OptionError(f"--reattach: {job!r}: {error}.") from None
+    assert elected is not None
+    os.chdir(elected.record.directory)
+    elected = elected.at((), address)
+    options = replace(elected.record.options, token_file=token_file)
+    return _run(options, must_reattach=True, elected=elected)
+
+
+def _stand_by() -> int:
+    """Wait until the agents of this job have lost its driver, and continue the job; or end with the agent of this host,
+    which holds the other end of stdin."""
+    import asyncio
+    import os
+    import sys
+
+    import msgspec
+
+    from elasticstate.driver.election import stand_by
+    from elasticstate.driver.votes import ReplacedError
+    from elasticstate.net.messages import StandbyOrder
+
+    order = msgspec.json.decode(sys.stdin.readline(), type=StandbyOrder)
+    try:
+        found = asyncio.run(stand_by(order, say, lambda port: print(port, flush=True)))
+    except ReplacedError as error:
+        say(str(error))
+        return 1
+    if found is None:
+        return 0
+    os.dup2(2, 1)
+    say(f"the driver of job {order.job} is lost: this host continues the job")
+    try:
+        os.chdir(found.record.directory)
+    except OSError as error:
+        say(f"{found.record.directory}, the directory of the job, does not exist on this host: {error.strerror}")
+    return _run(found.record.options, must_reattach=True, elected=found)
+
+
+def say(text: str) -> None:
+    """Print a line for the user."""
+    complain("elasticrun", text)

@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from elasticstate import commits as commit_directory
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
+from elasticstate.core.register import Candidate
 from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
+from elasticstate.driver.votes import Votes
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
 from elasticstate.machine import version
@@ -81,9 +85,11 @@ class Agents:
         status: Callable[[bool], str],
         warn: Callable[[str], None],
         log: Callable[[str], None],
+        votes: Votes,
         strangers: Strangers | None = None,
     ) -> None:
-        """``strangers``: the unauthenticated connections of all ports of this process."""
+        """``votes``: gets those of all agents. ``strangers``: the unauthenticated connections of all ports of this
+        process."""
         self._spec = spec
         self._post = post
         self._received = received
@@ -92,6 +98,9 @@ class Agents:
         self._token = token
         self._directory = directory
         self._log = log
+        self._votes = votes
+        votes.send = self._ask_for_vote
+        self.standbys: dict[str, str] = {}  # by host: addresses at which the next driver may listen
         self.refused = CountedLines(warn).refused
         self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, version(), strangers)
         self.is_open = False  # for other hosts
@@ -114,7 +123,7 @@ class Agents:
     # ------------------------------------------------------------------------------------------------------ the ports
 
     def listen(self, ports: tuple[int, ...] = ()) -> None:
-        """Listen on the previous driver's ``ports``, or on any. Raises OptionError."""
+        """Listen on the previous driver's ``ports``, or on any; port 0: any. Raises OptionError."""
         if self._dial_in:
             self._listen_for_hosts()
         try:
@@ -359,6 +368,23 @@ class Agents:
         else:
             agent.process.kill()  # it has no workers yet, or is unreachable
 
+    def _ask_for_vote(self, acceptor: str, request: messages.VoteRequest) -> None:
+        for agent in self._agents.values():
+            if agent.id == acceptor and agent.stream is not None:
+                agent.stream.send(request)
+
+    def candidates(self) -> list[Candidate]:
+        """Return the agents that can keep the job's record. Those of this machine count as one host."""
+        return [
+            Candidate(agent.id, LOCALHOST if is_this_machine(agent.host) else agent.host, agent.rack)
+            for agent in self._agents.values()
+            if agent.stream is not None and agent.has_reported and not agent.is_stopping and agent.id
+        ]
+
+    def host_of(self, acceptor: str) -> str:
+        """Return the host of the agent with this identity, or else the identity."""
+        return next((agent.host for agent in self._agents.values() if agent.id == acceptor), acceptor)
+
     # -------------------------------------------------------------------------------------------- lost and back again
 
     def _lose(self, agent: AgentHandle, reason: str) -> None:
@@ -452,6 +478,10 @@ class Agents:
             self.refused(stream.peer, _BAD_NAME)
             stream.refuse(_BAD_NAME)
             return
+        if hello.epoch > self._spec.epoch:
+            stream.abort("the agent has a newer driver")
+            self._votes.replaced(f"the agent of host {hello.host} has a newer driver")
+            return
         agent = self._agents.get(hello.host)
         if agent is not None and agent.id == hello.agent and agent.stream is not None:
             self._lose(agent, "lost its connection and connected again")  # before its silence was detected
@@ -473,8 +503,14 @@ class Agents:
             self._refuse(stream)
             return
         agent.stream, agent.pid = stream, hello.pid
-        stream.send(self._spec)
+        stream.send(msgspec.structs.replace(self._spec, standbys=tuple(self.standbys.values())))
+        self._votes.connected(agent.id)
         self._report_dialled_in()
+
+    def replaced(self, epoch: int, at: str) -> None:
+        """Handle the word of a newer driver."""
+        if epoch > self._spec.epoch:
+            self._votes.replaced(f"the job continues with a newer driver on host {at}")
 
     def _refuse(self, stream: AgentStream) -> None:
         hello = stream.hello
@@ -507,6 +543,9 @@ class Agents:
         if agent is not None and agent.stream is stream:
             if isinstance(message, messages.HostReport):
                 agent.has_reported = True
+            if isinstance(message, messages.Vote):
+                self._votes.received(agent.id, message)
+                return
             self._received(agent.host, message)
 
     def agent_lost(self, stream: AgentStream, reason: str) -> None:

@@ -19,6 +19,7 @@ from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.core import event_file, types as t
 from elasticstate.core.accounting import figures_of
+from elasticstate.core.register import Proposer
 from elasticstate.core.state import Running
 from elasticstate.core.step import next_deadline
 from elasticstate.core.types import listed
@@ -27,6 +28,7 @@ from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable import DurableCopies
+from elasticstate.driver.election import Elected, elected_here
 from elasticstate.driver.job import EventQueue, JobState, Journal
 from elasticstate.driver.output import CountedLines, LiveLine, OutputTroubles, Tails, captured
 from elasticstate.driver.record import (
@@ -40,7 +42,9 @@ from elasticstate.driver.record import (
 )
 from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report, function_to_call
 from elasticstate.driver.screen import Screen
+from elasticstate.driver.standbys import Standbys
 from elasticstate.driver.status import overview_of, status_text
+from elasticstate.driver.votes import ReplacedError, Votes
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.messages import ReplicateOrder, ToWorkers
@@ -66,10 +70,16 @@ class Driver:
     Raises OptionError for unusable options.
     """
 
-    def __init__(self, options: Options, must_reattach: bool = False, screen: Screen | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        must_reattach: bool = False,
+        screen: Screen | None = None,
+        elected: Elected | None = None,
+    ) -> None:
         """``must_reattach``: raise OptionError if there is no dead driver; False: start a new job in that case.
 
-        ``screen``: for a live line.
+        ``screen``: for a live line. ``elected``: the job of a driver on another machine, which this driver continues.
         """
         if reason := commit_directory.refuse(options.commit_dir):
             raise OptionError(
@@ -77,6 +87,7 @@ class Driver:
             )
         self._options = options
         self._must_reattach = must_reattach
+        self._elected = elected
         self._job = options.job_name or f"job-{secrets.token_hex(3)}"
         self._loop = asyncio.get_running_loop()
         self._state = JobState(options.policy(), self._loop.time())
@@ -88,6 +99,7 @@ class Driver:
         self._live_line = LiveLine(screen, self._state, self._report.log)
         self._hurry = asyncio.Event()  # set by the second signal to stop
         self._debugged: t.SlotId | None = None  # whose workers have --debug-rank's stdin, once that is known
+        self._votes: Votes
         # made by _begin, when the driver holds the lock on the name of its job
         self._directory: JobDirectory
         self._source: HostSource
@@ -99,6 +111,7 @@ class Driver:
         self._tails: Tails
         self._dashboard: Dashboard | None
         self._durable: DurableCopies
+        self._standbys: Standbys
 
     async def run(self) -> int:
         allow_many_descriptors()
@@ -121,6 +134,18 @@ class Driver:
             await in_thread(load_with_library, *_DASHBOARD)
         directory = await in_thread(lock_job, self._job)
         try:
+            return await self._run_in(directory)
+        except ReplacedError as error:
+            self._report.log(f"{error}. This driver ends, and the workers continue without it.")
+            directory.forget()
+            return 1
+
+    async def _run_in(self, directory: JobDirectory) -> int:
+        try:
+            if self._elected is None:
+                self._elected = await elected_here(
+                    self._options, self._must_reattach, directory.found, self._report.log
+                )
             self._begin(directory)
         except BaseException:
             directory.give_back()
@@ -140,6 +165,8 @@ class Driver:
                     await self._main_loop()
                 finally:
                     saving.cancel()
+        except ReplacedError:
+            raise
         except Exception:
             if self._keeper.record.agents:
                 self._report.log(
@@ -161,7 +188,8 @@ class Driver:
 
     def _begin(self, directory: JobDirectory) -> None:
         """Make the parts, and listen for agents, including those of the previous driver. Raises OptionError."""
-        options, last = self._options, directory.found
+        options, elected = self._options, self._elected
+        last = directory.found if elected is None else elected.record
         self._directory, self._source = directory, host_source(options)
         if last is None and self._must_reattach:
             raise OptionError(
@@ -169,6 +197,13 @@ class Driver:
                 "is dead."
             )
         record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
+        if elected is None:
+            proposer = Proposer.first(secrets.token_hex(4), record.epoch, record.file)
+        else:
+            proposer = elected.proposer
+            assert proposer.ballot is not None
+            record = msgspec.structs.replace(record, epoch=proposer.ballot.number)
+        self._votes = Votes(proposer, record.file, options.standbys is not None, self._queue.wake)
         directory.write_id(record.job_id)
         agents = self._agents = Agents(
             job_spec(self._job, record.job_id, record.epoch, options),
@@ -179,6 +214,7 @@ class Driver:
             self._status,
             self._journal.warn,
             self._report.log,
+            self._votes,
             self._strangers,
         )
         self._backend = driver_part(options.backend)(
@@ -204,9 +240,18 @@ class Driver:
             self._dashboard = Dashboard(options.dashboard, record.dashboard_port, directory, self._report)
             port = self._dashboard.port
         record = msgspec.structs.replace(record, ports=agents.ports, dashboard_port=port)
-        self._keeper = Keeper(directory, record, self._journal.warn)
+        self._keeper = Keeper(
+            directory,
+            record,
+            self._journal.warn,
+            self._votes,
+            agents.candidates,
+            lambda ids: listed(map(agents.host_of, ids)),
+        )
         self._keeper.watch()
-        self._reattachment = Reattachment(record, directory.seen_at) if last is not None else None
+        seen_at = directory.seen_at if elected is None else time.time() - elected.silent_s
+        self._reattachment = Reattachment(record, seen_at) if last is not None else None
+        self._standbys = Standbys(options.standbys or 0, agents.send, agents.send_to_all, self._journal.warn)
         self._tails = Tails(agents.send)
         self._durable = DurableCopies(options, self._state, self._journal, agents.send)
 
@@ -279,7 +324,9 @@ class Driver:
 
     async def _clean_up(self) -> None:
         """End all processes of the job, and remove all its files."""
-        await self._keeper.job_is_over()  # first: a driver killed now must not leave a record of removed commits
+        await self._keeper.job_is_over(
+            self._options.heartbeat_timeout_s
+        )  # first: a driver killed now must not leave a record of removed commits
         await self._agents.stop(self._state.reason, self._hurry)
         await self._backend.stop()
         await in_thread(commit_directory.remove_job, self._options.commit_dir, self._keeper.record.job_id)
@@ -330,6 +377,7 @@ class Driver:
                 if following.done():
                     following.result()  # raise its exception, if any
                 self._agents.check()
+                self._votes.check()
                 await self._step()
                 if event := replications.look(self._state.membership.shards, self._state.stepped_at):
                     self._journal.event(event_file.Replication, **event)
@@ -369,9 +417,10 @@ class Driver:
         has_new_layout = m.shards.layouts is not before.shards.layouts
         is_first_commit = self._keeper.record.highest is None and m.ledger.highest is not None
         if (
-            effects or is_first_commit or has_new_activity or has_new_layout
+            effects or is_first_commit or has_new_activity or has_new_layout or self._keeper.is_due
         ):  # write first: the record must not be older than what the agents receive
             await self._keeper.keep(m, self._agents.ports, self._state.stepped_at)
+            self._standbys.look(self._agents.candidates())
         for effect in effects:
             self._carry_out(effect)
         self._report.reason(self._state.reason)
@@ -388,6 +437,7 @@ class Driver:
         for host in set(reattachment.lost()).difference(lost_hosts(self._queue.events)):
             self._agents.give_up(host, "was unreachable when the driver was restarted")
         effects = self._state.reattach(reattachment, self._loop.time())
+        await self._keeper.keep(self._state.membership, self._agents.ports, self._state.stepped_at)
         lost = lost_hosts(self._queue.events)
         self._journal.event(event_file.DriverRestarted, epoch=record.epoch, back=reattachment.back(), lost=lost)
         reattachment.is_over = True
@@ -398,6 +448,8 @@ class Driver:
     async def _wait_for_agents(self, reattachment: Reattachment) -> None:
         """Wait until each agent of the previous driver is back or lost, or until a signal stops the job."""
         limit_s = min(_REATTACH_TIMEOUT_S, self._options.driver_timeout_s)  # no agent waits for longer
+        if self._elected is not None:  # the agents have missed the driver for long enough already
+            limit_s = min(limit_s, max(1.0, self._options.heartbeat_timeout_s / 10))
         deadline = self._loop.time() + limit_s
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
@@ -415,6 +467,7 @@ class Driver:
     def _agent_event(self, event: t.Event) -> None:
         """Handle an event of the agents' connections and processes."""
         if isinstance(event, t.AgentLost):
+            self._standbys.host_lost(event.host)
             self._backend.host_lost(event.host)
             self._outputs.forget(event.host)
             self._durable.host_lost(event.host)
@@ -449,6 +502,9 @@ class Driver:
                 self._worker_exited(host, message)
             case messages.NextStore(address):
                 self._state.stores[host] = address
+            case messages.StandbyListens():
+                self._standbys.received(host, message, self._state.copy_servers.get(host, "").rpartition(":")[0])
+                self._agents.standbys = self._standbys.addresses()
             case messages.AgentWarning(text):
                 self._journal.agent_warning(host, text)
             case messages.OutputTrouble():
@@ -463,6 +519,8 @@ class Driver:
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)
+            case messages.Voter() | messages.Promised() | messages.Accepted() | messages.VoteRefused():
+                pass  # agents.py has counted it
             case _:
                 self._queue.post(message)
 

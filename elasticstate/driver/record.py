@@ -18,7 +18,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +29,10 @@ from elasticstate.commits import ID_FILE
 from elasticstate.core import types as t
 from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Recorded, Remains
+from elasticstate.core.register import FILE, Candidate, Entry, Quorum, Version
 from elasticstate.core.state import Membership, by_discovery
+from elasticstate.core.types import listed
+from elasticstate.driver.votes import Votes
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import learn_full_name
@@ -66,6 +69,9 @@ class Record(Recorded, frozen=True):
     clocks: tuple[float, float] = (0.0, 0.0)  # when the record was written: the core's clock, and Unix time
     dashboard_port: int = 0  # 0: no dashboard yet
     is_over: bool = False  # the job has ended and its commits are being removed: no driver may reattach
+    file: str = FILE  # identity of this file among those that keep the record (core/register.py)
+    quorums: tuple[Quorum, ...] = ((FILE,),)  # who keeps it
+    version: Version | None = None
 
     @property
     def address(self) -> str:
@@ -116,9 +122,12 @@ class JobDirectory:
         """Write the id of the job that has the directory from now on."""
         write_file(self._lock, ID_FILE, job_id.encode())
 
-    def write(self, record: Record) -> None:
-        """Replace the record. A reader sees either the old record or the new one."""
-        write_file(self._lock, _RECORD, msgspec.json.encode(record))
+    def write(self, record: Record, is_lasting: bool = False) -> None:
+        """Replace the record. A reader sees either the old record or the new one.
+
+        ``is_lasting``: the record is on the disk when this returns, also if the machine loses power.
+        """
+        write_file(self._lock, _RECORD, msgspec.json.encode(record), is_lasting=is_lasting)
 
     def write_history(self, data: bytes) -> None:
         """Replace the history of the job, which the next driver's dashboard continues. Raises OSError.
@@ -314,17 +323,34 @@ def _first_round(m: Membership) -> tuple[t.Placement, ...]:
     return () if present is None or present.end or m.ledger.kind else present.members
 
 
+def value_of(record: Record) -> bytes:
+    """Return the record as the agents keep it: without the token, and with what belongs to the entry itself."""
+    return msgspec.msgpack.encode(replace(record, token="", quorums=(), version=None))
+
+
 class Keeper:
     """Keeps the record of a job. Await ``keep`` after each step of the core, before its effects are carried out."""
 
-    def __init__(self, directory: JobDirectory, record: Record, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: JobDirectory,
+        record: Record,
+        warn: Callable[[str], None],
+        votes: Votes,
+        candidates: Callable[[], Sequence[Candidate]] = tuple,
+        missing: Callable[[Iterable[str]], str] = listed,
+    ) -> None:
+        """``candidates``: the agents that may keep the record now. ``missing``: names acceptors for the user."""
         self.record = record
         self._directory = directory
         self._warn = warn
+        self._votes, self._candidates, self._missing = votes, candidates, missing
         self._is_written = True
         self._writing = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
-        self._note(self._write(record))
+        self._entry = self._propose(None)
+        self._note(self._write(self.record, is_lasting=True))
+        votes.filed(self._entry)
 
     def watch(self) -> None:
         """Start to check the directory regularly: if it is deleted, restore it with the record."""
@@ -360,34 +386,76 @@ class Keeper:
             self._warn(f"{what} and created again")
 
     async def keep(self, m: Membership, ports: tuple[int, ...], now: float) -> None:
-        """Write the record if it has changed. A file system that hangs delays effects, but not the event loop."""
+        """Write the record if it has changed. A file system that hangs delays effects, but not the event loop.
+
+        Raises ReplacedError.
+        """
         async with self._writing:
             record = newer(self.record, m, ports, (now, time.time()))
             may_stay = self._is_written and record is not None and _has_only_new_figures(self.record, record)
             if record is not None:
                 self.record = record
-            if record is not None or not self._is_written:
-                waits = f"is not written after {BLOCKED_S:g} s; decisions of the driver wait for the record"
-                late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, f"{self._directory.path} {waits}")
-                self._note(await in_thread(self._write, self.record, may_stay))
-                late.cancel()
+            wanted = self._votes.wanted(self._candidates())
+            if record is not None or wanted is not None or not (self._is_written and self._votes.has(self._entry)):
+                await self._put(wanted, may_stay)
+                while self._votes.is_changing:
+                    await self._put(None)
 
-    async def job_is_over(self) -> None:
-        """Mark the job as over in the record. Call this before the first commit is removed."""
+    @property
+    def is_due(self) -> bool:
+        """Return True if other agents should keep the record."""
+        return self._votes.wanted(self._candidates()) is not None
+
+    async def _put(self, wanted: Quorum | None, may_stay: bool = False) -> None:
+        """Write the record to the file, and to the agents that keep it."""
+        last = self.record.quorums
+        self._entry = self._propose(wanted)
+        late = asyncio.get_running_loop().call_later(BLOCKED_S, self._complain)
+        try:
+            self._note(await in_thread(self._write, self.record, may_stay, self.record.quorums != last))
+            self._votes.filed(self._entry)
+            await self._votes.chosen(self._entry)
+        finally:
+            late.cancel()
+
+    def _propose(self, wanted: Quorum | None) -> Entry:
+        entry = self._votes.propose(value_of(self.record) if self._votes.is_replicated else b"", wanted)
+        self.record = replace(self.record, quorums=entry.quorums, version=entry.version)
+        return entry
+
+    def _complain(self) -> None:
+        waits = f"after {BLOCKED_S:g} s; decisions of the driver wait for the record"
+        agents = [acceptor for acceptor in self._votes.missing() if acceptor != self._votes.file]
+        if agents:
+            self._warn(f"the agents of {self._missing(agents)} have not kept the record {waits}")
+        else:
+            self._warn(f"{self._directory.path} is not written {waits}")
+
+    async def job_is_over(self, limit_s: float) -> None:
+        """Mark the job as over in the record. Call this before the first commit is removed. Raises ReplacedError.
+
+        ``limit_s``: seconds for agents that keep the record, and may be lost.
+        """
+        try:
+            await asyncio.wait_for(self._end(), limit_s)
+        except asyncio.TimeoutError:
+            self._warn("the agents that keep the record of this job do not know that it is over")
+
+    async def _end(self) -> None:
         async with self._writing:  # the watch must not write an older record now
             if self._watching is not None:
                 self._watching.cancel()
             self.record = replace(self.record, is_over=True)
-            self._note(await in_thread(self._write, self.record))
+            await self._put(None)
 
-    def _write(self, record: Record, may_stay: bool = False) -> str:
+    def _write(self, record: Record, may_stay: bool = False, is_lasting: bool = False) -> str:
         """Write the record. Return why that failed, or "".
 
         After a failure the record is removed: with an old one the next driver would reuse numbers of generations.
         ``may_stay``: the old one stays instead, because only its figures are old.
         """
         try:
-            self._directory.write(record)
+            self._directory.write(record, is_lasting)
         except OSError as error:
             if may_stay:
                 return ""

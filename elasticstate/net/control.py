@@ -198,6 +198,9 @@ class Owner(Protocol):
     def status(self, as_json: bool, /) -> str:
         """Return the answer to ``elasticrun status``."""
 
+    def replaced(self, epoch: int, at: str, /) -> None:
+        """Handle the word of a newer driver of the job, on host ``at``."""
+
     def refused(self, peer: str, reason: str, /) -> None:
         """Handle a connection that was refused, or has ended, before the Hello of an agent."""
 
@@ -234,6 +237,9 @@ class AgentStream(Stream):
         self.has_sent = True
         if isinstance(first, messages.AskStatus):
             self.write(self._owner.status(first.as_json).encode())
+            self.finish()
+        elif isinstance(first, messages.Replaced):
+            self._owner.replaced(first.epoch, first.at)
             self.finish()
         elif first.protocol != messages.PROTOCOL_VERSION:
             reason = (
@@ -461,6 +467,13 @@ async def dial(address: str, context: ssl.SSLContext, name: str, timeout_s: floa
     finally:
         connecting.cancel()
     return stream
+
+
+async def tell_replaced(address: str, trust: Trust, timeout_s: float, message: messages.Replaced) -> None:
+    """Tell the driver at ``address`` that a newer one leads the job. Raises ConnectionError with the reason."""
+    stream = await dial(address, trust.client, NAME, timeout_s)
+    stream.send(message)
+    await stream.close()
 
 
 async def ask_status(address: str, token: str, timeout_s: float, as_json: bool = False) -> str:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
+from elasticstate.core.register import Ballot, Entry, Version
 from elasticstate.core.types import (
     AskWhere as AskWhere,
     Attached as Attached,
@@ -370,13 +371,57 @@ class OutputTail(Message, frozen=True):
     stderr: str
 
 
+class Voter(Message, frozen=True):
+    """What an agent knows of the job that has lost its driver. Answer to NotLeading."""
+
+    entry: Entry | None  # that this agent keeps, as an acceptor of the job's record
+    age_s: float  # since it has accepted the entry
+    silent_s: float  # since it last received anything from the driver
+
+
+class Promised(Message, frozen=True):
+    """This agent accepts nothing of an older ballot any more. Answer to Prepare."""
+
+    ballot: Ballot
+    entry: Entry | None
+
+
+class Accepted(Message, frozen=True):
+    """This agent keeps the entry of this version. Answer to Accept."""
+
+    version: Version
+
+
+class VoteRefused(Message, frozen=True):
+    """This agent has promised a newer ballot: another answer to Prepare and Accept."""
+
+    by: Ballot
+
+
+Vote = Voter | Promised | Accepted | VoteRefused
+
+
+class StandbyListens(Message, frozen=True):
+    """Port of the standby on this host; 0: it has ended, or could not be started."""
+
+    port: int
+    reason: str = ""
+
+
+class Replaced(Message, frozen=True):
+    """First message of a new driver to the one before: it must stop, without any word to the agents."""
+
+    epoch: int
+    at: str  # host of the new driver
+
+
 class AskStatus(Message, frozen=True):
     """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
 
     as_json: bool = False
 
 
-Opening = AgentHello | AskStatus
+Opening = AgentHello | AskStatus | Replaced
 FromAgent = (
     Event
     | HostReport
@@ -390,6 +435,8 @@ FromAgent = (
     | OutputTail
     | DurableSaved
     | DurableFailed
+    | Vote
+    | StandbyListens
 )
 
 
@@ -405,6 +452,36 @@ class JobSpec(Message, frozen=True):
     options: Options  # paths are absolute
     environment: tuple[tuple[str, str], ...]  # variables of all workers
     call: bytes = b""  # the function that workers of ``launch()`` call (see worker/call.py); only they decode it
+    standbys: tuple[str, ...] = ()  # addresses at which the next driver may listen
+
+
+class NotLeading(Message, frozen=True):
+    """Answer to the AgentHello, instead of JobSpec, of a driver that has to be elected first (driver/election.py)."""
+
+
+class Prepare(Message, frozen=True):
+    """Request for the promise to accept nothing of an older ballot, and for the entry that the agent keeps."""
+
+    ballot: Ballot
+
+
+class Accept(Message, frozen=True):
+    """Request to keep the job's record."""
+
+    entry: Entry
+
+
+VoteRequest = NotLeading | Prepare | Accept
+
+
+class Standbys(Message, frozen=True):
+    """Addresses at which the next driver may listen, instead of those in JobSpec."""
+
+    addresses: tuple[str, ...]
+
+
+class RunStandby(Message, frozen=True):
+    """Run a standby on this host. The agent answers with StandbyListens."""
 
 
 class Fetch(Message, frozen=True):
@@ -487,6 +564,9 @@ ToAgent = (
     | Shutdown
     | Acknowledgement
     | Refusal
+    | VoteRequest
+    | Standbys
+    | RunStandby
 )
 
 
@@ -499,7 +579,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     agent: str  # unique id of the agent
     slots: int  # slots that the agent offers; 0: the number from discovery
-    addresses: tuple[str, ...]  # addresses of the driver
+    addresses: tuple[str, ...]  # addresses of the driver; with ``is_joining``, of drivers, one each
     token: str
     connect_timeout_s: float
     wait_s: float  # limit of the first search for a driver
@@ -511,6 +591,15 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rack: str = ""  # of this host; empty: the one from discovery
     is_joining: bool = False  # started by ``elasticrun agent``, perhaps in a terminal, and not by the driver
     stdin: int | None = None  # the agent's descriptor of elasticrun's stdin, for a worker
+
+
+class StandbyOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters that a standby reads from its stdin, as one line of JSON. The pipe stays open as long as its agent."""
+
+    job: str
+    token: str
+    heartbeat_timeout_s: float
+    connect_timeout_s: float
 
 
 # ---------------------------------------------------------------------------------------------------------------- codec

@@ -260,6 +260,14 @@ class Options:
         names="--driver-timeout --orphan-timeout",
         rare=True,
     )
+    standbys: int | None = _option(
+        None,
+        kinds.LIMIT_OR_OFF,
+        "Survive the loss of this machine: agents of three hosts (five of 50) keep the record of the job, of which a "
+        "majority must live. N of them run a standby, which continues the job when elasticrun has been lost for "
+        "--heartbeat-timeout. 0: only elasticrun --reattach JOB --listen continues it.",
+        names="--standbys",
+    )
     stop_timeout_s: float = _option(
         10.0,
         kinds.SECONDS,

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate.cli.parser import parse_options
+from elasticstate.core.register import FILE, Proposer
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import JobState, Journal
 from elasticstate.driver.report import Report
+from elasticstate.driver.votes import Votes
 from elasticstate.net.messages import SaveDurable, ToAgent
 from tests.kit.core import WHOLE_JOB, drive
 from tests.kit.policy import policy_of
@@ -29,6 +31,11 @@ class Clock(asyncio.SelectorEventLoop):
         if not self._ready and self._scheduled:  # type: ignore[attr-defined]
             self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
         super()._run_once()  # type: ignore[misc]
+
+
+def votes() -> Votes:
+    """Return the votes of a new job whose record is in a file only."""
+    return Votes(Proposer.first("driver"), FILE, is_replicated=False)
 
 
 def state_after(lines: int) -> JobState:

@@ -140,6 +140,8 @@ class Host:
         storage.run("ip", "link", "set", "eth0", "up")
         storage.run("hostname", self.name)
         storage.run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", "/dev/shm")
+        if self._network.are_machines:
+            storage.run("mount", "-t", "tmpfs", "-o", "mode=0700", "tmpfs", os.environ["XDG_RUNTIME_DIR"])
         storage.run("mount", "--bind", str(self._network.etc / "hosts"), "/etc/hosts")
         storage.run("mount", "--bind", str(self._network.etc / "ssh"), "/etc/ssh")
         if _SHELL_FILE.exists():  # programs that it starts, like pyenv, may hang for a minute after a kill
@@ -229,9 +231,13 @@ class Network:
     """The driver's host ``d`` and others. Use it as a context manager; it removes everything at the end.
 
     ``new_processes``: agents that ssh starts are new processes, as at users, instead of forks.
+    ``are_machines``: each host has a runtime directory of its own.
     """
 
-    def __init__(self, directory: Path, *names: str, new_processes: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *names: str, new_processes: bool = False, are_machines: bool = False
+    ) -> None:
+        self.are_machines = are_machines
         self.directory = directory / "network"
         self.etc = self.directory / "etc"
         (self.etc / "ssh").mkdir(parents=True)

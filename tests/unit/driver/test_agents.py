@@ -15,6 +15,7 @@ from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.trust import Trust
 from elasticstate.options import read_options
 from tests.kit.agent import SPEC as FIRST_SPEC, TOKEN
+from tests.kit.driver import votes
 
 SPEC = structs.replace(FIRST_SPEC, epoch=2)
 
@@ -42,7 +43,15 @@ def test_an_agent_that_returns_at_another_address_waits_until_its_last_connectio
     async def scenario() -> None:
         spec = listening(tmp_path, heartbeat_timeout_s=1)
         agents = Agents(
-            spec, TOKEN, tmp_path, events.append, lambda *each: received.append(each), str, print, lambda _: None
+            spec,
+            TOKEN,
+            tmp_path,
+            events.append,
+            lambda *each: received.append(each),
+            str,
+            print,
+            lambda _: None,
+            votes(),
         )
         agents.listen()
 
@@ -87,7 +96,9 @@ def test_discovery_drains_the_agents_that_have_dialled_in(tmp_path: Path) -> Non
     """An agent may dial in before discovery names its host."""
 
     async def scenario() -> None:
-        agents = Agents(listening(tmp_path), TOKEN, tmp_path, lambda _: None, lambda *_: None, str, print, lambda _: 0)
+        agents = Agents(
+            listening(tmp_path), TOKEN, tmp_path, lambda _: None, lambda *_: None, str, print, lambda _: 0, votes()
+        )
         agents.listen()
         drivers = []
         for name in ("a", "b", "c"):
@@ -129,7 +140,9 @@ def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: P
         raise AssertionError(text)
 
     async def scenario() -> None:
-        agents = Agents(SPEC, TOKEN, tmp_path, events.append, lambda *each: received.append(each), str, fail, print)
+        agents = Agents(
+            SPEC, TOKEN, tmp_path, events.append, lambda *each: received.append(each), str, fail, print, votes()
+        )
         agents.listen()
         driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
         driver.send(messages.AgentHello("far", "id", 0, 1, 77, messages.PROTOCOL_VERSION, "1"))
@@ -159,7 +172,15 @@ def test_an_agent_of_the_previous_driver_is_preferred_to_a_new_one_that_waits_fo
         options = read_options({"np": "1", "listen": "127.0.0.1", "token_file": str(tmp_path / "token")}, ["true"], {})
         spec = structs.replace(SPEC, options=options)
         agents = Agents(
-            spec, TOKEN, tmp_path, lambda _: None, lambda *each: received.append(each), str, print, lambda _: None
+            spec,
+            TOKEN,
+            tmp_path,
+            lambda _: None,
+            lambda *each: received.append(each),
+            str,
+            print,
+            lambda _: None,
+            votes(),
         )
         agents.listen()
 
@@ -198,7 +219,7 @@ def test_an_agent_that_was_lost_while_it_stopped_learns_that_its_commits_are_not
     events: list[t.Event] = []
 
     async def scenario() -> None:
-        agents = Agents(SPEC, TOKEN, tmp_path, events.append, lambda *_: None, str, print, lambda _: None)
+        agents = Agents(SPEC, TOKEN, tmp_path, events.append, lambda *_: None, str, print, lambda _: None, votes())
         agents.listen()
 
         async def dial(epoch: int) -> DriverStream:
@@ -233,7 +254,7 @@ def test_an_agent_whose_name_is_no_host_name_is_refused(tmp_path: Path, name: st
     async def scenario() -> None:
         options = read_options({"np": "1", "listen": "127.0.0.1", "token_file": str(tmp_path / "token")}, ["true"], {})
         spec = structs.replace(SPEC, options=options)
-        agents = Agents(spec, TOKEN, tmp_path, lambda _: None, lambda *_: None, str, warnings.append, print)
+        agents = Agents(spec, TOKEN, tmp_path, lambda _: None, lambda *_: None, str, warnings.append, print, votes())
         agents.listen()
         driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
         driver.send(messages.AgentHello(name, "id", 1, 0, 77, messages.PROTOCOL_VERSION, "1"))

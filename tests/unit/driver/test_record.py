@@ -19,6 +19,7 @@ from elasticstate.core.worlds import assign
 from elasticstate.driver.record import JobDirectory, Keeper, Record, find_job, first_record, next_record
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
+from tests.kit.driver import votes
 
 OPTIONS = Options(command=("python", "train.py"), np=2, min_np=1, hosts=("a:2",), cooldown_range_s=(1.0, 2.0))
 
@@ -140,7 +141,7 @@ def test_what_a_driver_has_left_that_died_at_once_is_nothing() -> None:
 def test_a_driver_that_dies_as_it_cleans_up_leaves_nothing_to_reattach_to() -> None:
     killed = JobDirectory("a")
     killed.write_id("c0ffee")
-    asyncio.run(Keeper(killed, a_record(), lambda _: None).job_is_over())
+    asyncio.run(Keeper(killed, a_record(), lambda _: None, votes()).job_is_over(10))
     die(killed)
     over = find_job("a")
     assert over is not None, "its agents may be stopping: its status can be asked for"
@@ -153,7 +154,7 @@ def test_a_driver_that_dies_as_it_cleans_up_leaves_nothing_to_reattach_to() -> N
 
 def test_a_directory_that_was_deleted_is_made_anew_with_the_record() -> None:
     directory, warnings = JobDirectory("a"), list[str]()
-    keeper = Keeper(directory, a_record(), warnings.append)
+    keeper = Keeper(directory, a_record(), warnings.append, votes())
     asyncio.run(keeper.look())
     shutil.rmtree(directory.path)
     asyncio.run(keeper.look())
@@ -169,7 +170,7 @@ def test_a_directory_that_was_deleted_is_made_anew_with_the_record() -> None:
 
 def test_a_directory_whose_name_another_has_taken_is_left_to_them() -> None:
     directory, warnings = JobDirectory("a"), list[str]()
-    keeper = Keeper(directory, a_record(), warnings.append)
+    keeper = Keeper(directory, a_record(), warnings.append, votes())
     shutil.rmtree(directory.path)
     directory.path.mkdir()
     directory.path.chmod(0o777)
@@ -177,7 +178,7 @@ def test_a_directory_whose_name_another_has_taken_is_left_to_them() -> None:
         asyncio.run(keeper.look())
     assert len(warnings) == 1
     assert "could not be created again" in warnings[0]
-    asyncio.run(keeper.job_is_over())
+    asyncio.run(keeper.job_is_over(10))
     assert not list(directory.path.iterdir()), "nothing of the job is written there: the record has its token"
     directory.remove()
     assert directory.path.exists()
@@ -217,7 +218,7 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
     """An outdated record would be worse than none. (A directory at the path of the new file simulates a full disk.)"""
     directory = JobDirectory("a")
     warnings: list[str] = []
-    keeper = Keeper(directory, a_record(), warnings.append)
+    keeper = Keeper(directory, a_record(), warnings.append, votes())
     assert find_job("a") == keeper.record
     obstacle = directory.path / "driver.json.new"
     obstacle.mkdir()
@@ -237,7 +238,7 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
 def test_an_old_record_stays_if_only_new_figures_cannot_be_written() -> None:
     directory = JobDirectory("b")
     warnings: list[str] = []
-    keeper = Keeper(directory, a_record(), warnings.append)
+    keeper = Keeper(directory, a_record(), warnings.append, votes())
     m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2),)), 0.0).next
     asyncio.run(keeper.keep(m, (5, 6), 0.0))
     obstacle = directory.path / "driver.json.new"
@@ -265,7 +266,7 @@ def test_a_record_on_a_disk_that_hangs_delays_what_follows_from_it_and_not_the_e
     """A write that waits for this test simulates the disk."""
     directory = JobDirectory("j")
     warnings: list[str] = []
-    keeper = Keeper(directory, a_record(), warnings.append)
+    keeper = Keeper(directory, a_record(), warnings.append, votes())
     disk, write = threading.Event(), directory.write
 
     def hang(record: Record) -> None:

@@ -1,0 +1,306 @@
+"""The election of a new driver, on any machine: it learns the job's record from the agents that have lost the driver.
+
+The rules are in core/register.py. Agents that have lost their driver dial the places where the next one may listen. If
+a majority of the acceptors is here, no other driver has one, and this one asks for their votes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from elasticstate.core.register import Entry, Proposer
+from elasticstate.core.types import listed
+from elasticstate.driver.record import Record, value_of
+from elasticstate.driver.votes import ReplacedError
+from elasticstate.errors import OptionError
+from elasticstate.machine import version
+from elasticstate.net import messages
+from elasticstate.net.control import AgentStream, ControlServer
+from elasticstate.net.names import LOCALHOST
+from elasticstate.net.trust import Strangers, Trust, token_of_job
+from elasticstate.options import Options
+from elasticstate.options.kinds import split_address
+from elasticstate.processes import reading
+
+
+class Elected(NamedTuple):
+    """A driver that leads the job: its proposer, and the record, as the last driver has left it, by this clock."""
+
+    proposer: Proposer
+    record: Record
+    silent_s: float  # since an agent received anything from the last driver
+
+    def at(self, ports: tuple[int, ...], listen: str | None, file: str = "") -> Elected:
+        """Return the same with the places where the agents will dial this driver.
+
+        ``file``: identity of the record's file on this machine; "": there has been none.
+        """
+        options = replace(self.record.options, job_name=self.record.job, listen=listen)
+        file = file or f"file-{secrets.token_hex(4)}"
+        return self._replace(record=msgspec.structs.replace(self.record, ports=ports, options=options, file=file))
+
+
+_LOOK_INTERVAL_S = 0.05
+_ORPHANS_COME_S = 2.0  # an agent without a driver dials at least once in a second
+
+
+class Election:
+    """The port where agents that have lost their driver connect. ``await won()``; then ``await close()``."""
+
+    def __init__(
+        self,
+        job: str,
+        token: str,
+        identity: str,
+        connect_timeout_s: float,
+        log: Callable[[str], None],
+        strangers: Strangers | None = None,
+    ) -> None:
+        self._job, self._token, self._log = job, token, log
+        self._server = ControlServer(Trust(token), connect_timeout_s, self, version(), strangers)
+        self._streams: dict[str, AgentStream] = {}  # by the identity of the agent
+        self._voters: dict[str, tuple[messages.Voter, float]] = {}  # what they have said, and when
+        self._proposer = Proposer(identity)
+        self._is_preparing = False
+        self._replaced = ""
+        self._file: tuple[str, Entry] | None = None
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._opened_at = self._loop.time()
+        self._reason = ""
+
+    def listen(self, host: str, port: int = 0) -> int:
+        """Listen at an address; may be called for several. Return the port. Raises OSError."""
+        return self._server.listen(host, port)
+
+    def add_file(self, record: Record) -> None:
+        """Let the file on this machine vote. Its lock is its promise: nobody else writes it."""
+        assert record.version is not None
+        self._file = record.file, Entry(record.version, record.quorums, value_of(record))
+
+    async def close(self) -> None:
+        """Close all connections: the agents dial again."""
+        await self._server.stop()
+
+    async def won(self, silent_s: float = 0.0, may_be_new: bool = False) -> Elected | None:
+        """Wait until this driver leads the job. Raises ReplacedError if another one does.
+
+        Args:
+            silent_s: seconds that a majority must have heard nothing from the last driver.
+            may_be_new: return None as soon as it is clear that agents here know no such job.
+        """
+        while True:
+            if self._replaced:
+                raise ReplacedError(self._replaced)
+            if self._proposer.is_leader:
+                return self._elected()
+            if self._may_begin(silent_s):
+                self._begin()
+            if may_be_new and self._is_new():
+                return None
+            self._changed.clear()
+            waiting = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait({waiting}, timeout=_LOOK_INTERVAL_S)
+            waiting.cancel()
+
+    def _is_new(self) -> bool:
+        """Return True if agents have dialled in, and none of them has served a driver of this job."""
+        hellos = [stream.hello for stream in self._streams.values()]
+        waited_s = self._loop.time() - self._opened_at
+        return bool(hellos) and not any(hello.epoch for hello in hellos) and waited_s > _ORPHANS_COME_S
+
+    def _elected(self) -> Elected:
+        assert self._proposer.learned is not None
+        record = self._record_of(self._proposer.learned.value)
+        now, voters = self._loop.time(), self._voters.values()
+        silent_s = min((voter.silent_s + now - at for voter, at in voters), default=0.0)
+        newest = self._proposer.learned.version
+        ages = [voter.age_s + now - at for voter, at in voters if voter.entry and voter.entry.version == newest]
+        clocks = (record.clocks[0], time.time() - min(ages, default=silent_s))  # the hosts' clocks differ
+        return Elected(self._proposer, msgspec.structs.replace(record, token=self._token, clocks=clocks), silent_s)
+
+    def _record_of(self, value: bytes) -> Record:
+        return msgspec.msgpack.decode(value, type=Record)
+
+    def _may_begin(self, silent_s: float) -> bool:
+        """Return True if the agents here are enough, as far as they know, and have missed the driver for so long."""
+        now = self._loop.time()
+        entries = self._entries()
+        if not entries or self._is_preparing:
+            return False
+        newest = max(entries, key=lambda entry: entry.version)
+        record = self._record_of(newest.value)
+        if record.job != self._job:
+            self._say(f"the agents here belong to another job, {record.job}")
+            return False
+        here = {*self._voters, *([self._file[0]] if self._file else [])}
+        missed = here - self._voters.keys()
+        missed |= {name for name, (voter, at) in self._voters.items() if voter.silent_s + now - at >= silent_s}
+        for quorum in newest.quorums:
+            if 2 * len(missed.intersection(quorum)) <= len(quorum):
+                found = len(here.intersection(quorum))
+                self._say(
+                    f"waiting for those that keep the record of job {self._job}: {found} of {len(quorum)} are here, "
+                    "and more than half of them are needed"
+                )
+                return False
+        return True
+
+    def _entries(self) -> list[Entry]:
+        found = [voter.entry for voter, _ in self._voters.values() if voter.entry is not None]
+        return found if self._file is None else [*found, self._file[1]]
+
+    def _say(self, reason: str) -> None:
+        if reason != self._reason:
+            self._reason = reason
+            self._log(reason)
+
+    def _begin(self, above: int = 0) -> None:
+        """Ask all agents here for their promises."""
+        self._is_preparing = True
+        numbers = [entry.version.ballot.number for entry in self._entries()]
+        epochs = [stream.hello.epoch for stream in self._streams.values()]
+        last = self._proposer.ballot.number if self._proposer.ballot is not None else 0
+        ballot = self._proposer.begin(max([above, last, *numbers, *epochs]) + 1)
+        if self._file is not None:
+            self._proposer.promised(self._file[0], ballot, self._file[1])
+        for stream in self._streams.values():
+            stream.send(messages.Prepare(ballot))
+
+    # ------------------------------------------------------------------------------------------ callbacks of the server
+
+    def agent_joined(self, stream: AgentStream) -> None:
+        """Ask an agent what it knows."""
+        self._streams[stream.hello.agent] = stream
+        stream.send(messages.NotLeading())
+
+    def agent_sent(self, stream: AgentStream, message: messages.FromAgent) -> None:
+        """Count the vote of an agent."""
+        acceptor = stream.hello.agent
+        match message:
+            case messages.Voter():
+                self._voters[acceptor] = message, self._loop.time()
+                if self._is_preparing:
+                    assert self._proposer.ballot is not None
+                    stream.send(messages.Prepare(self._proposer.ballot))
+            case messages.Promised(promised, entry):
+                self._proposer.promised(acceptor, promised, entry)
+            case messages.VoteRefused(by):
+                self._proposer.refused(acceptor, by)
+                if self._proposer.ballot is not None and by.number >= self._proposer.ballot.number:
+                    self._begin(above=by.number)
+        learned, ballot = self._proposer.learned, self._proposer.ballot
+        if learned is not None and ballot is not None and learned.version.ballot.number >= ballot.number:
+            self._begin(above=learned.version.ballot.number)
+        self._changed.set()
+
+    def agent_lost(self, stream: AgentStream, reason: str) -> None:
+        """Forget an agent: it may have found another driver."""
+        if self._streams.get(stream.hello.agent) is stream:
+            del self._streams[stream.hello.agent]
+            self._voters.pop(stream.hello.agent, None)
+
+    def status(self, as_json: bool) -> str:
+        """Answer ``elasticrun status``."""
+        names = sorted(stream.hello.host for stream in self._streams.values())
+        here = f"agents of {listed(names)} have dialled in" if names else "no agent has dialled in"
+        text = self._reason or f"job {self._job}: waits for the agents that have lost its driver; {here}"
+        return msgspec.json.encode({"job": self._job, "reason": text}).decode() + "\n" if as_json else text + "\n"
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Report a connection that was refused."""
+        self._log(f"refused a connection from {peer}: {reason}")
+
+    def replaced(self, epoch: int, at: str) -> None:
+        """Give up: another driver leads the job."""
+        self._replaced = f"the job continues with a newer driver on host {at}"
+        self._changed.set()
+
+
+async def elected_here(
+    options: Options, must_reattach: bool, found: Record | None, log: Callable[[str], None]
+) -> Elected | None:
+    """Wait until this driver leads a job whose record is kept by agents; None if there is no such job.
+
+    ``found``: the record on this machine. Raises OptionError or ReplacedError.
+    """
+    job = options.job_name or ""
+    if found is not None and found.quorums != ((found.file,),):
+        places = list(zip((LOCALHOST, "0.0.0.0"), found.ports, strict=False))
+        token = found.token
+    elif found is None and options.listen is not None and options.standbys is not None and options.pod_selector:
+        places, token = [], token_of_job(options.token_file)
+    else:
+        return None
+    if options.listen is not None:
+        places.append(split_address(options.listen))
+    may_be_new = found is None and not must_reattach
+    elected = await elect(job, token, places, options.connect_timeout_s, log, found, may_be_new)
+    if elected is None or found is None:
+        return elected.at((), options.listen) if elected is not None else None
+    return elected.at(found.ports, options.listen, found.file)
+
+
+async def elect(
+    job: str,
+    token: str,
+    places: Sequence[tuple[str, int]],
+    connect_timeout_s: float,
+    log: Callable[[str], None],
+    found: Record | None = None,
+    may_be_new: bool = False,
+) -> Elected | None:
+    """Listen at these addresses and ports until this driver leads the job. Raises OptionError or ReplacedError.
+
+    ``found``: the record on this machine. ``may_be_new``: return None if agents here know no such job.
+    """
+    election = Election(job, token, secrets.token_hex(4), connect_timeout_s, log)
+    if found is not None:
+        election.add_file(found)
+    try:
+        try:
+            for place in places:
+                election.listen(*place)
+        except OSError as error:
+            raise OptionError(
+                f"--reattach: {job!r}: its agents dial port {place[1]}, and no driver can listen there "
+                f"({error.strerror}). Stop the process that uses this port."
+            ) from None
+        return await election.won(may_be_new=may_be_new)
+    finally:
+        await election.close()
+
+
+async def stand_by(
+    order: messages.StandbyOrder, log: Callable[[str], None], listening: Callable[[int], None]
+) -> Elected | None:
+    """Wait until this driver leads the job. Return None if stdin ends before. Raises ReplacedError.
+
+    ``listening``: gets the port.
+    """
+    election = Election(order.job, order.token, secrets.token_hex(4), order.connect_timeout_s, log)
+    async with reading(os.fdopen(0, "rb", closefd=False)) as stdin:
+        winning = asyncio.ensure_future(election.won(order.heartbeat_timeout_s))
+        reading_on = asyncio.ensure_future(stdin.read())
+        try:
+            port = election.listen("0.0.0.0")
+            listening(port)
+            await asyncio.wait({winning, reading_on}, return_when=asyncio.FIRST_COMPLETED)
+            if not winning.done():
+                return None
+            elected = winning.result()
+            assert elected is not None
+            dialled = elected.record.options.listen is not None
+            return elected.at((), f"0.0.0.0:{port}") if dialled else elected.at((0, port), None)
+        finally:
+            winning.cancel()
+            reading_on.cancel()
+            await election.close()
