@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from glob import glob
+from pathlib import Path
 
 
 def slots_of_this_machine() -> int:
@@ -26,6 +27,11 @@ def cores_of_this_machine() -> int:
 def host_name() -> str:
     """Return the name of this machine."""
     return os.uname().nodename
+
+
+def boot_id() -> str:
+    """Return an identity of the time since this machine has started (random(4))."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def is_python(program: str) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import deque
 
-from elasticstate.core import register
+from elasticstate.core.register import Vote, accept, prepare
 from elasticstate.failures import signal_name
 from elasticstate.machine import version
 from elasticstate.net import messages
@@ -37,7 +37,7 @@ class DriverConnection:
         self._greeting = asyncio.Lock()  # one driver may have several addresses, and must get one Hello
         self._found: tuple[str, ...] = ()  # where the newest driver was found
         self._standbys: tuple[str, ...] = ()  # where the next driver may listen
-        self._vote = register.Vote()
+        self._vote = Vote()
         self._accepted_at = self._heard_at = self._loop.time()
         self.is_sought = True  # False: do not retry after a failed attempt
 
@@ -124,7 +124,7 @@ class DriverConnection:
         if spec.epoch < self._epoch:
             raise ConnectionError(f"the driver of epoch {spec.epoch} was replaced by one of epoch {self._epoch}")
         self._stream, self._epoch, self._job_id = stream, spec.epoch, spec.job_id
-        self._found, self._standbys = addresses, spec.standbys
+        self._found, self._standbys = addresses, spec.next_drivers
         self._pending.clear()
         return spec
 
@@ -136,10 +136,10 @@ class DriverConnection:
                 stream.send(messages.Voter(self._vote.accepted, now - self._accepted_at, now - self._heard_at))
                 return
             case messages.Prepare(ballot):
-                self._vote, is_granted = register.prepare(self._vote, ballot)
+                self._vote, is_granted = prepare(self._vote, ballot)
                 answer: messages.Vote = messages.Promised(ballot, self._vote.accepted)
             case messages.Accept(entry):
-                self._vote, is_granted = register.accept(self._vote, entry)
+                self._vote, is_granted = accept(self._vote, entry)
                 self._accepted_at = now if is_granted else self._accepted_at
                 answer = messages.Accepted(entry.version)
         assert self._vote.promised is not None

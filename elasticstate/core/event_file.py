@@ -178,8 +178,14 @@ class StragglerEnded(WorkerFields):
 
 class DriverRestarted(CommonFields):
     epoch: int
+    host: str  # where the driver runs
     back: list[str]  # hosts
     lost: list[str]  # hosts
+
+
+class RecordKept(CommonFields):
+    hosts: list[str]  # whose agents keep the record of the job; empty: the driver's machine alone
+    standbys: list[str]  # hosts
 
 
 class OutputBlocked(CommonFields):

@@ -161,6 +161,13 @@ class Agents:
         self._addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
         self.is_open = True
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where other hosts reach this driver."""
+        port = split_address(self._spec.options.listen)[1] if self._spec.options.listen else 0
+        ports = [port] if port else self.ports[1:]
+        return tuple(f"{address}:{port}" for address in own_addresses() for port in ports)
+
     async def learn_own_address(self, hosts: Sequence[str]) -> None:
         """Find the address at which these hosts reach this one, for its workers: it may have several."""
         if self.is_open and not self._dial_in and any(map(is_this_machine, hosts)):
@@ -503,7 +510,7 @@ class Agents:
             self._refuse(stream)
             return
         agent.stream, agent.pid = stream, hello.pid
-        stream.send(msgspec.structs.replace(self._spec, standbys=tuple(self.standbys.values())))
+        stream.send(msgspec.structs.replace(self._spec, next_drivers=tuple(self.standbys.values())))
         self._votes.connected(agent.id)
         self._report_dialled_in()
 

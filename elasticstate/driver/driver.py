@@ -44,8 +44,9 @@ from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, 
 from elasticstate.driver.screen import Screen
 from elasticstate.driver.standbys import Standbys
 from elasticstate.driver.status import overview_of, status_text
-from elasticstate.driver.votes import ReplacedError, Votes
+from elasticstate.driver.votes import RecordOverview, ReplacedError, Votes
 from elasticstate.errors import DiscoveryError, OptionError
+from elasticstate.machine import host_name
 from elasticstate.net import messages
 from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_this_machine
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from elasticstate.driver.dashboard.server import Dashboard
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
+_AGENTS_COME_S = 0.3  # a new driver on another machine waits so long for the last agent, or longer
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
 _DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
@@ -160,11 +162,14 @@ class Driver:
         try:
             # the agents of an earlier driver write to the terminal where that driver was started
             async with self._live_line.shown(has_other_writers=self._reattachment is not None):
-                saving = asyncio.ensure_future(self._durable.run())
+                beside = [asyncio.ensure_future(self._durable.run())]
+                if self._elected is not None:
+                    beside.append(asyncio.ensure_future(self._elected.tell_the_last_driver()))
                 try:
                     await self._main_loop()
                 finally:
-                    saving.cancel()
+                    for task in beside:
+                        task.cancel()
         except ReplacedError:
             raise
         except Exception:
@@ -246,7 +251,8 @@ class Driver:
             self._journal.warn,
             self._votes,
             agents.candidates,
-            lambda ids: listed(map(agents.host_of, ids)),
+            lambda acceptors: listed(sorted(map(self._keeper_named, acceptors))),
+            options.elastic_timeout_s,
         )
         self._keeper.watch()
         seen_at = directory.seen_at if elected is None else time.time() - elected.silent_s
@@ -346,11 +352,11 @@ class Driver:
     def _status(self, as_json: bool) -> str:
         state, now = self._state, self._loop.time()
         m, reason, copies = state.membership, state.reason, state.copies
-        overview, figures = overview_of(self._job, m, reason, now, state.durable, copies)
+        overview, figures = overview_of(self._job, m, reason, now, state.durable, copies, state.record)
         if as_json:
             return msgspec.json.encode(overview).decode() + "\n"
         durable = state.durable.lines(now) if self._options.durable_dir is not None else ()
-        return status_text(self._job, m, figures, reason, now, self._outputs.lines(), durable, copies)
+        return status_text(self._job, m, figures, reason, now, self._outputs.lines(), durable, copies, state.record)
 
     # ------------------------------------------------------------------------------------------------------ main loop
 
@@ -419,11 +425,25 @@ class Driver:
         if (
             effects or is_first_commit or has_new_activity or has_new_layout or self._keeper.is_due
         ):  # write first: the record must not be older than what the agents receive
-            await self._keeper.keep(m, self._agents.ports, self._state.stepped_at)
+            await self._keeper.keep(m, self._agents.ports, self._state.stepped_at, self._agents.places)
             self._standbys.look(self._agents.candidates())
+            self._note_record()
         for effect in effects:
             self._carry_out(effect)
         self._report.reason(self._state.reason)
+
+    def _keeper_named(self, acceptor: str) -> str:
+        return host_name() if acceptor == self._votes.file else self._agents.host_of(acceptor)
+
+    def _note_record(self) -> None:
+        """Report who keeps the record, if that has changed."""
+        if not self._votes.is_replicated:
+            return
+        keepers = tuple(sorted(map(self._keeper_named, self._votes.keepers())))
+        record = RecordOverview(keepers, tuple(self._standbys.addresses()))
+        if record != self._state.record:
+            self._state.record = record
+            self._journal.event(event_file.RecordKept, hosts=list(record.hosts), standbys=list(record.standbys))
 
     async def _reattach(self, reattachment: Reattachment) -> None:
         """Wait for the agents of the previous driver; then let the core continue from its state."""
@@ -437,9 +457,12 @@ class Driver:
         for host in set(reattachment.lost()).difference(lost_hosts(self._queue.events)):
             self._agents.give_up(host, "was unreachable when the driver was restarted")
         effects = self._state.reattach(reattachment, self._loop.time())
-        await self._keeper.keep(self._state.membership, self._agents.ports, self._state.stepped_at)
+        agents = self._agents
+        await self._keeper.keep(self._state.membership, agents.ports, self._state.stepped_at, agents.places)
         lost = lost_hosts(self._queue.events)
-        self._journal.event(event_file.DriverRestarted, epoch=record.epoch, back=reattachment.back(), lost=lost)
+        self._journal.event(
+            event_file.DriverRestarted, epoch=record.epoch, host=host_name(), back=reattachment.back(), lost=lost
+        )
         reattachment.is_over = True
         for effect in effects:
             self._carry_out(effect)
@@ -449,7 +472,7 @@ class Driver:
         """Wait until each agent of the previous driver is back or lost, or until a signal stops the job."""
         limit_s = min(_REATTACH_TIMEOUT_S, self._options.driver_timeout_s)  # no agent waits for longer
         if self._elected is not None:  # the agents have missed the driver for long enough already
-            limit_s = min(limit_s, max(1.0, self._options.heartbeat_timeout_s / 10))
+            limit_s = min(limit_s, max(_AGENTS_COME_S, self._options.heartbeat_timeout_s / 10))
         deadline = self._loop.time() + limit_s
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
@@ -505,6 +528,7 @@ class Driver:
             case messages.StandbyListens():
                 self._standbys.received(host, message, self._state.copy_servers.get(host, "").rpartition(":")[0])
                 self._agents.standbys = self._standbys.addresses()
+                self._note_record()
             case messages.AgentWarning(text):
                 self._journal.agent_warning(host, text)
             case messages.OutputTrouble():

@@ -21,9 +21,9 @@ from elasticstate.core.types import listed
 from elasticstate.driver.record import Record, value_of
 from elasticstate.driver.votes import ReplacedError
 from elasticstate.errors import OptionError
-from elasticstate.machine import version
+from elasticstate.machine import boot_id, host_name, version
 from elasticstate.net import messages
-from elasticstate.net.control import AgentStream, ControlServer
+from elasticstate.net.control import AgentStream, ControlServer, tell_replaced
 from elasticstate.net.names import LOCALHOST
 from elasticstate.net.trust import Strangers, Trust, token_of_job
 from elasticstate.options import Options
@@ -37,6 +37,20 @@ class Elected(NamedTuple):
     proposer: Proposer
     record: Record
     silent_s: float  # since an agent received anything from the last driver
+    last_places: tuple[str, ...] = ()  # where the last driver can be reached, if it lives
+
+    async def tell_the_last_driver(self) -> None:
+        """Tell the last driver that it is replaced, until it hears that: it may be frozen, or cut off."""
+        assert self.proposer.ballot is not None
+        trust, word = Trust(self.record.token), messages.Replaced(self.proposer.ballot.number, host_name())
+        pause_s = 1.0
+        while places := self.last_places:
+            telling = (tell_replaced(place, trust, self.record.options.connect_timeout_s, word) for place in places)
+            answers = await asyncio.gather(*telling, return_exceptions=True)
+            if None in answers:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def at(self, ports: tuple[int, ...], listen: str | None, file: str = "") -> Elected:
         """Return the same with the places where the agents will dial this driver.
@@ -48,8 +62,9 @@ class Elected(NamedTuple):
         return self._replace(record=msgspec.structs.replace(self.record, ports=ports, options=options, file=file))
 
 
+_LONGEST_PAUSE_S = 30.0
 _LOOK_INTERVAL_S = 0.05
-_ORPHANS_COME_S = 2.0  # an agent without a driver dials at least once in a second
+_AGENTS_COME_S = 2.0  # an agent without a driver dials at least once in a second
 
 
 class Election:
@@ -82,20 +97,26 @@ class Election:
         return self._server.listen(host, port)
 
     def add_file(self, record: Record) -> None:
-        """Let the file on this machine vote. Its lock is its promise: nobody else writes it."""
+        """Let the file on this machine vote, unless the machine was started since: the file may be an older one then.
+
+        Its lock is its promise: nobody else writes it.
+        """
         assert record.version is not None
+        if record.boot != boot_id():
+            return
         self._file = record.file, Entry(record.version, record.quorums, value_of(record))
 
     async def close(self) -> None:
         """Close all connections: the agents dial again."""
         await self._server.stop()
 
-    async def won(self, silent_s: float = 0.0, may_be_new: bool = False) -> Elected | None:
+    async def won(self, silent_s: float = 0.0, new_after_s: float | None = None) -> Elected | None:
         """Wait until this driver leads the job. Raises ReplacedError if another one does.
 
         Args:
             silent_s: seconds that a majority must have heard nothing from the last driver.
-            may_be_new: return None as soon as it is clear that agents here know no such job.
+            new_after_s: return None if agents have dialled in, and none keeps a record of the job: at once if they have
+                served no driver, else after so long. None: never.
         """
         while True:
             if self._replaced:
@@ -104,18 +125,19 @@ class Election:
                 return self._elected()
             if self._may_begin(silent_s):
                 self._begin()
-            if may_be_new and self._is_new():
+            if new_after_s is not None and self._is_new(new_after_s):
                 return None
             self._changed.clear()
             waiting = asyncio.ensure_future(self._changed.wait())
             await asyncio.wait({waiting}, timeout=_LOOK_INTERVAL_S)
             waiting.cancel()
 
-    def _is_new(self) -> bool:
-        """Return True if agents have dialled in, and none of them has served a driver of this job."""
-        hellos = [stream.hello for stream in self._streams.values()]
+    def _is_new(self, orphans_learn_s: float) -> bool:
+        if not self._streams or self._entries() or self._voters.keys() != self._streams.keys():
+            return False
+        orphans = any(stream.hello.epoch for stream in self._streams.values())
         waited_s = self._loop.time() - self._opened_at
-        return bool(hellos) and not any(hello.epoch for hello in hellos) and waited_s > _ORPHANS_COME_S
+        return waited_s > _AGENTS_COME_S + (orphans_learn_s if orphans else 0.0)
 
     def _elected(self) -> Elected:
         assert self._proposer.learned is not None
@@ -125,7 +147,8 @@ class Election:
         newest = self._proposer.learned.version
         ages = [voter.age_s + now - at for voter, at in voters if voter.entry and voter.entry.version == newest]
         clocks = (record.clocks[0], time.time() - min(ages, default=silent_s))  # the hosts' clocks differ
-        return Elected(self._proposer, msgspec.structs.replace(record, token=self._token, clocks=clocks), silent_s)
+        known = msgspec.structs.replace(record, token=self._token, clocks=clocks, places=())
+        return Elected(self._proposer, known, silent_s, record.places)
 
     def _record_of(self, value: bytes) -> Record:
         return msgspec.msgpack.decode(value, type=Record)
@@ -236,17 +259,17 @@ async def elected_here(
     if found is not None and found.quorums != ((found.file,),):
         places = list(zip((LOCALHOST, "0.0.0.0"), found.ports, strict=False))
         token = found.token
-    elif found is None and options.listen is not None and options.standbys is not None and options.pod_selector:
+    elif found is None and options.listen is not None and options.standbys is not None and job:
         places, token = [], token_of_job(options.token_file)
     else:
         return None
     if options.listen is not None:
         places.append(split_address(options.listen))
-    may_be_new = found is None and not must_reattach
-    elected = await elect(job, token, places, options.connect_timeout_s, log, found, may_be_new)
+    new_after_s = options.heartbeat_timeout_s if found is None and not must_reattach else None
+    elected = await elect(job, token, places, options.connect_timeout_s, log, found, new_after_s)
     if elected is None or found is None:
         return elected.at((), options.listen) if elected is not None else None
-    return elected.at(found.ports, options.listen, found.file)
+    return elected.at(found.ports, options.listen, found.file)._replace(last_places=())
 
 
 async def elect(
@@ -256,11 +279,11 @@ async def elect(
     connect_timeout_s: float,
     log: Callable[[str], None],
     found: Record | None = None,
-    may_be_new: bool = False,
+    new_after_s: float | None = None,
 ) -> Elected | None:
     """Listen at these addresses and ports until this driver leads the job. Raises OptionError or ReplacedError.
 
-    ``found``: the record on this machine. ``may_be_new``: return None if agents here know no such job.
+    ``found``: the record on this machine. ``new_after_s``: see ``Election.won``.
     """
     election = Election(job, token, secrets.token_hex(4), connect_timeout_s, log)
     if found is not None:
@@ -274,7 +297,7 @@ async def elect(
                 f"--reattach: {job!r}: its agents dial port {place[1]}, and no driver can listen there "
                 f"({error.strerror}). Stop the process that uses this port."
             ) from None
-        return await election.won(may_be_new=may_be_new)
+        return await election.won(new_after_s=new_after_s)
     finally:
         await election.close()
 

@@ -19,6 +19,7 @@ from elasticstate.driver.readings import Readings
 from elasticstate.driver.record import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures
+from elasticstate.driver.votes import RecordOverview
 from elasticstate.net.messages import WorkerExited
 
 
@@ -39,6 +40,7 @@ class JobState:
         self.durable = DurableFigures()
         self.copies = CopyTotals()
         self.readings = Readings()
+        self.record: RecordOverview | None = None  # None: no --standbys
         self._policy = policy
 
     def step(self, event: t.Event, now: float) -> tuple[t.Effect, ...]:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,7 @@ from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import listed
 from elasticstate.driver.votes import Votes
 from elasticstate.errors import OptionError
+from elasticstate.machine import boot_id
 from elasticstate.net import messages
 from elasticstate.net.names import learn_full_name
 from elasticstate.net.trust import token_of_job
@@ -69,9 +71,11 @@ class Record(Recorded, frozen=True):
     clocks: tuple[float, float] = (0.0, 0.0)  # when the record was written: the core's clock, and Unix time
     dashboard_port: int = 0  # 0: no dashboard yet
     is_over: bool = False  # the job has ended and its commits are being removed: no driver may reattach
+    places: tuple[str, ...] = ()  # where other hosts reach the driver
     file: str = FILE  # identity of this file among those that keep the record (core/register.py)
     quorums: tuple[Quorum, ...] = ((FILE,),)  # who keeps it
     version: Version | None = None
+    boot: str = ""  # of the machine with the file
 
     @property
     def address(self) -> str:
@@ -284,7 +288,9 @@ def next_record(last: Record, options: Options, job: str) -> Record:
     return replace(last, epoch=last.epoch + 1, options=options)
 
 
-def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[float, float]) -> Record | None:
+def newer(
+    old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[float, float], places: tuple[str, ...] = ()
+) -> Record | None:
     """Return the record for the current state; None if it has not changed.
 
     ``clocks``: the core's clock, and Unix time. The next driver must know them, because it may have another clock.
@@ -293,6 +299,7 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[floa
     new = replace(
         old,
         ports=ports,
+        places=places,
         agents=tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined")),
         hosts=tuple(t.HostSlots(host.name, host.slots, host.rack) for host in by_discovery(m) if host.slots),
         world=m.world,
@@ -325,7 +332,7 @@ def _first_round(m: Membership) -> tuple[t.Placement, ...]:
 
 def value_of(record: Record) -> bytes:
     """Return the record as the agents keep it: without the token, and with what belongs to the entry itself."""
-    return msgspec.msgpack.encode(replace(record, token="", quorums=(), version=None))
+    return msgspec.msgpack.encode(replace(record, token="", quorums=(), version=None, boot=""))
 
 
 class Keeper:
@@ -339,8 +346,13 @@ class Keeper:
         votes: Votes,
         candidates: Callable[[], Sequence[Candidate]] = tuple,
         missing: Callable[[Iterable[str]], str] = listed,
+        limit_s: float = inf,
     ) -> None:
-        """``candidates``: the agents that may keep the record now. ``missing``: names acceptors for the user."""
+        """``candidates``: the agents that may keep the record now. ``missing``: names acceptors for the user.
+
+        ``limit_s``: for the agents' answers.
+        """
+        self._limit_s = limit_s
         self.record = record
         self._directory = directory
         self._warn = warn
@@ -385,13 +397,13 @@ class Keeper:
             self._is_written = True
             self._warn(f"{what} and created again")
 
-    async def keep(self, m: Membership, ports: tuple[int, ...], now: float) -> None:
+    async def keep(self, m: Membership, ports: tuple[int, ...], now: float, places: tuple[str, ...] = ()) -> None:
         """Write the record if it has changed. A file system that hangs delays effects, but not the event loop.
 
         Raises ReplacedError.
         """
         async with self._writing:
-            record = newer(self.record, m, ports, (now, time.time()))
+            record = newer(self.record, m, ports, (now, time.time()), places)
             may_stay = self._is_written and record is not None and _has_only_new_figures(self.record, record)
             if record is not None:
                 self.record = record
@@ -414,13 +426,13 @@ class Keeper:
         try:
             self._note(await in_thread(self._write, self.record, may_stay, self.record.quorums != last))
             self._votes.filed(self._entry)
-            await self._votes.chosen(self._entry)
+            await self._votes.chosen(self._entry, self._limit_s)
         finally:
             late.cancel()
 
     def _propose(self, wanted: Quorum | None) -> Entry:
         entry = self._votes.propose(value_of(self.record) if self._votes.is_replicated else b"", wanted)
-        self.record = replace(self.record, quorums=entry.quorums, version=entry.version)
+        self.record = replace(self.record, quorums=entry.quorums, version=entry.version, boot=boot_id())
         return entry
 
     def _complain(self) -> None:

@@ -20,6 +20,7 @@ from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import RootCause, Shards, listed, number_of, ranks_text
 from elasticstate.driver.status import CopyTotals
+from elasticstate.driver.votes import RecordOverview
 from elasticstate.errors import OptionError
 from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY, WorkerFailure, status_of
 from elasticstate.machine import format_bytes
@@ -98,6 +99,7 @@ class Report:
             "no_tick_ended": lambda f: f["goes_on"] and f"{f['reason']} after {f['seconds']:.0f} s without a tick",
             "straggler_ended": lambda f: f"straggler {_slot_name(f['worker'])} (rank {f['rank']}): {f['reason']}",
             "driver_restarted": _driver_restarted,
+            "record_kept": lambda f: RecordOverview(tuple(f["hosts"]), tuple(f["standbys"])).line(),
             "durable_copy": _durable_copy,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,

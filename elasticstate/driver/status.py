@@ -17,6 +17,7 @@ from elasticstate.core.sharded import replicas_of
 from elasticstate.core.state import Host, Over, Running, Worker, living_members
 from elasticstate.core.step import Membership, waiting_for
 from elasticstate.core.types import CopyFigures, ShardLayout, number_of
+from elasticstate.driver.votes import RecordOverview
 from elasticstate.machine import format_bytes
 
 # ---------------------------------------------------------------------------------------------------------- copy totals
@@ -173,11 +174,12 @@ def status_text(
     outputs: Iterable[str] = (),
     durable: Iterable[str] = (),
     copies: CopyTotals | None = None,
+    record: RecordOverview | None = None,
 ) -> str:
     """Return the status as lines of plain text.
 
     ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written. ``durable``: the
-    durable copies. ``copies``: memory and bandwidth of the copies of a sharded job.
+    durable copies. ``copies``: memory and bandwidth of the copies of a sharded job. ``record``: who keeps the record.
     """
 
     def lines() -> Iterator[str]:
@@ -193,6 +195,8 @@ def status_text(
             yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
         if (shards := shards_of(m, now, copies)) is not None:
             yield from shards.lines()
+        if record is not None:
+            yield record.line()
         for worker in members:
             yield f"  rank {worker.rank}  {worker.id}  {_about_worker(worker, now)}"
         in_world = {worker.id for worker in members}
@@ -287,6 +291,7 @@ class Overview(Struct, frozen=True):
     durable: DurableOverview | None  # None: no --durable-dir
     figures: dict[str, object]  # those of the event job_finished
     shards: ShardsOverview | None = None  # None: the job is not sharded
+    record: RecordOverview | None = None  # None: no --standbys
 
 
 def overview_of(
@@ -296,6 +301,7 @@ def overview_of(
     now: float,
     durable: DurableFigures | None = None,
     copies: CopyTotals | None = None,
+    record: RecordOverview | None = None,
 ) -> tuple[Overview, JobFigures]:
     """Return the overview, and the figures in it. ``m`` never changes, so any thread may call this function."""
     figures = figures_of(m, now)
@@ -318,6 +324,7 @@ def overview_of(
         durable=_durable(m, durable or DurableFigures(), now),
         figures=dict(figures.fields()),
         shards=shards_of(m, now, copies),
+        record=record,
     )
     return overview, figures
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from msgspec import Struct
+
 from elasticstate.core.register import Candidate, Entry, Proposer, Quorum, choose_acceptors
+from elasticstate.core.types import listed
 from elasticstate.net import messages
+from elasticstate.net.names import LOCALHOST
 
 
 class ReplacedError(Exception):
@@ -35,9 +39,15 @@ class Votes:
         """Return the set of acceptors that should replace the present one, or None."""
         if not self.is_replicated:
             return None
-        hosts = len({candidate.host for candidate in candidates})
-        best = choose_acceptors(self._proposer.present, candidates, hosts, self.file)
+        hosts = {candidate.host for candidate in candidates}
+        if LOCALHOST not in hosts:  # else an agent of this machine can keep the record
+            candidates = [*candidates, Candidate(self.file, LOCALHOST)]
+        best = choose_acceptors(self._proposer.present, candidates, len(hosts), self.file)
         return best if frozenset(best) != frozenset(self._proposer.present) else None
+
+    def keepers(self) -> Quorum:
+        """Return the acceptors that keep the record; none: the file on this machine alone."""
+        return self._proposer.present if self._proposer.present != (self.file,) else ()
 
     @property
     def is_changing(self) -> bool:
@@ -94,10 +104,40 @@ class Votes:
         """Return the acceptors that have not accepted the newest entry."""
         return self._proposer.missing()
 
-    async def chosen(self, entry: Entry) -> None:
-        """Wait until this entry can never be lost. Raises ReplacedError."""
+    async def chosen(self, entry: Entry, limit_s: float) -> None:
+        """Wait until this entry can never be lost. Raises ReplacedError, also if no majority answers in time."""
+        deadline = asyncio.get_running_loop().time() + limit_s
         self.check()
         while not self.has(entry):
             self._changed.clear()
-            await self._changed.wait()
+            left_s = deadline - asyncio.get_running_loop().time()
+            waiting = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait({waiting}, timeout=max(0.0, left_s))
+            waiting.cancel()
             self.check()
+            if left_s <= 0:
+                raise ReplacedError(
+                    f"no majority of those that keep the record of this job has answered for {limit_s:g} s, so another "
+                    "driver may lead it"
+                )
+
+
+class RecordOverview(Struct, frozen=True):
+    """Hosts that keep the record of a job with ``--standbys``."""
+
+    hosts: tuple[str, ...] = ()  # empty: the driver's machine alone
+    standbys: tuple[str, ...] = ()  # hosts on which the next driver waits
+
+    def line(self) -> str:
+        """Return the losses that the job would survive."""
+        if not self.hosts:
+            return (
+                "record: on the driver's machine alone, because fewer than two other hosts have agents: the job would "
+                "not survive the loss of this machine"
+            )
+        count = (len(self.hosts) - 1) // 2
+        then = f"a standby on {listed(list(self.standbys))}" if self.standbys else "elasticrun --reattach --listen"
+        return (
+            f"record: kept on {listed(list(self.hosts))}: the job would survive the loss of any {count} "
+            f"of them, and of the driver's machine ({then} would continue it)"
+        )

@@ -372,7 +372,7 @@ class OutputTail(Message, frozen=True):
 
 
 class Voter(Message, frozen=True):
-    """What an agent knows of the job that has lost its driver. Answer to NotLeading."""
+    """Knowledge of an agent that has lost the driver of its job. Answer to NotLeading."""
 
     entry: Entry | None  # that this agent keeps, as an acceptor of the job's record
     age_s: float  # since it has accepted the entry
@@ -452,7 +452,7 @@ class JobSpec(Message, frozen=True):
     options: Options  # paths are absolute
     environment: tuple[tuple[str, str], ...]  # variables of all workers
     call: bytes = b""  # the function that workers of ``launch()`` call (see worker/call.py); only they decode it
-    standbys: tuple[str, ...] = ()  # addresses at which the next driver may listen
+    next_drivers: tuple[str, ...] = ()  # addresses at which they may listen
 
 
 class NotLeading(Message, frozen=True):

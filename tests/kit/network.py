@@ -234,9 +234,7 @@ class Network:
     ``are_machines``: each host has a runtime directory of its own.
     """
 
-    def __init__(
-        self, directory: Path, *names: str, new_processes: bool = False, are_machines: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, *names: str, new_processes: bool = False, are_machines: bool = False) -> None:
         self.are_machines = are_machines
         self.directory = directory / "network"
         self.etc = self.directory / "etc"

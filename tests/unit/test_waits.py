@@ -104,7 +104,8 @@ ENDS: dict[str, str] = {
         check/hosts.py host_lines.line async with limit
         commits.py make_agent_directory fcntl.flock
         driver/metrics.py MetricsServer._answer await self._one_at_a_time.acquire
-        driver/record.py Keeper.job_is_over async with self._writing
+        agent/connection.py DriverConnection._greet async with self._greeting
+        driver/record.py Keeper._end async with self._writing
         driver/record.py Keeper.keep async with self._writing
         driver/record.py Keeper.look async with self._writing
         mpi/agent_part.py MpiAgent._tunnel_port async with self._opening
@@ -119,6 +120,8 @@ ENDS: dict[str, str] = {
         agent/template_process.py Template.close await asyncio.gather
         agent/workers.py Workers.all_started await asyncio.wait
         agent/workers.py Workers.stop_all await asyncio.wait
+        agent/connection.py DriverConnection.establish await asyncio.gather
+        agent/connection.py DriverConnection.establish await asyncio.wait
         check/hosts.py exchange_lines await asyncio.wait
         check/hosts.py host_lines await asyncio.wait
         check/hosts.py host_lines await asyncio.wait
@@ -129,8 +132,9 @@ ENDS: dict[str, str] = {
         check/run.py _until_a_signal await asyncio.wait
         driver/dashboard/server.py Dashboard.served await asyncio.wait
         driver/driver.py Driver._main_loop await asyncio.gather
-        driver/driver.py Driver._run async with self._dashboard_served()
+        driver/driver.py Driver._run_in async with self._dashboard_served()
         driver/driver.py Driver.run async with await self._metrics_served()
+        driver/election.py Elected.tell_the_last_driver await asyncio.gather
         driver/durable.py DurableCopies._answered_or await asyncio.wait
         driver/metrics.py MetricsServer._answer await asyncio.shield
         driver/output.py LiveLine.shown await asyncio.gather
@@ -144,6 +148,7 @@ ENDS: dict[str, str] = {
         net/web.py WebPort.close await asyncio.wait
         net/web.py WebPort.close await asyncio.wait
         processes.py _start asyncio.wait
+        processes.py ask asyncio.wait
     """,
     "serves until its task is cancelled or its work is over; nobody waits for it": """
         agent/agent.py Service.run await asyncio.wait
@@ -200,7 +205,12 @@ ENDS: dict[str, str] = {
         agent/template_process.py _Process._read await reader.readline
         agent/worker_output.py Pump._read await reader.read
         agent/workers.py PlainStores._read await reader.readline
+        agent/standby.py Standby._run await reader.readline
+        agent/standby.py Standby._run process.wait
+        agent/standby.py _start process.wait
         cli/run.py _launched.end_with_the_caller os.read
+        cli/run.py _stand_by sys.stdin.readline
+        driver/election.py stand_by await asyncio.wait
         driver/painter.py _Terminal._read_lines os.read
         driver/painter.py _write select.select
         launching.py _wait process.wait

@@ -269,7 +269,7 @@ def test_a_record_on_a_disk_that_hangs_delays_what_follows_from_it_and_not_the_e
     keeper = Keeper(directory, a_record(), warnings.append, votes())
     disk, write = threading.Event(), directory.write
 
-    def hang(record: Record) -> None:
+    def hang(record: Record, _: bool) -> None:
         assert disk.wait(60), "the test has not let the disk go on"
         write(record)
 
