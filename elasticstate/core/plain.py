@@ -110,7 +110,7 @@ def together(d: Draft, phase: Together) -> None:
     elif has_finished(d):
         become_over(d, True)
     elif not _end_if_due(d, present):
-        d.reason = _exits_awaited(d, present) or f"{number_of(len(present.members), 'worker')} without run"
+        d.reason = _exits_awaited(d) or f"{number_of(len(present.members), 'worker')} without run"
 
 
 def first_rounds(d: Draft) -> bool:
@@ -123,7 +123,7 @@ def first_rounds(d: Draft) -> bool:
     else:
         ends = _end_if_due(d, present)
         if not ends:
-            _exits_awaited(d, present)
+            _exits_awaited(d)
     return ends and (d.ledger.round is not None or not isinstance(d.phase, Waiting))
 
 
@@ -226,8 +226,10 @@ def _finished(d: Draft, present: Round) -> list[t.WorkerId]:
     return [member.worker for member in present.members if d.slots[member.worker.slot_id].finished]
 
 
-def _exits_awaited(d: Draft, present: Round) -> str:
+def _exits_awaited(d: Draft) -> str:
     """Return which workers are awaited since others have exited with 0, or "". Report it once if it lasts."""
+    present = d.ledger.round
+    assert present is not None
     finished = _finished(d, present)
     if not finished or present.end:
         return ""

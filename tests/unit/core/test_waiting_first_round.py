@@ -57,6 +57,16 @@ def test_workers_beyond_np_belong_to_the_first_round() -> None:
 # -------------------------------------------------------------------------------------------------- the job goes on
 
 
+def test_a_round_with_a_failure_starts_again_if_another_worker_finishes_at_the_same_time() -> None:
+    m = goes_on(TWO_START + "1.0 exit a:1#1 code=1 + exit a:0#1 code=0")
+    end = next_deadline(m)
+    assert end is not None
+    assert end < 3.0, "the round does not wait for ever"
+    _, effects = drive(f"{end} time", m)
+    started = [effect.worker for effect in effects if isinstance(effect, t.StartWorker)]
+    assert started == [t.WorkerId("a", 0, 2), t.WorkerId("a", 1, 2)]
+
+
 def test_a_slot_that_has_failed_is_restarted_alone_if_the_command_is_elastic() -> None:
     m = goes_on(TWO_START + "0.5 run a:1#1\n1.0 exit a:0#1 code=1")
     assert next_deadline(m) == 2.0
