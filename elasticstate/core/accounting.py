@@ -104,8 +104,9 @@ def member_died(d: Draft, worker: Worker, seen: bool) -> None:
 
 
 def generation_failed(d: Draft) -> None:
-    """Count an unplanned end of a generation."""
-    d.update_ledger(account=d.ledger.account.with_failure(d.now), failures=d.ledger.failures + 1)
+    """Count an unplanned end of a generation, once, even if a new driver ends it again."""
+    failures = d.ledger.failures + (d.ledger.failed != d.generation)
+    d.update_ledger(account=d.ledger.account.with_failure(d.now), failures=failures, failed=d.generation)
 
 
 def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, from_copy: bool) -> None:

@@ -332,6 +332,7 @@ class PastFigures(Struct, frozen=True):
 
     account: TimeAccount = TimeAccount()
     failures: int = 0
+    failed: int = 0  # the newest generation that they count
     losses: Losses = Losses()
 
     def shifted(self, seconds: float) -> PastFigures:

@@ -259,7 +259,9 @@ def _join_time(d: Draft, present: Round) -> float:
 
 def reattach_world(d: Draft, world: t.World, absent: list[str]) -> None:
     """Continue a world of plain workers with a new driver."""
-    d.update_ledger(is_broken=bool(absent))
+    if absent:
+        d.update_ledger(is_broken=True)
+        accounting.generation_failed(d)
     d.phase = Together(since=d.now)
     reattach_round(d, world.members, absent)
 

@@ -72,6 +72,7 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     d.update_ledger(
         account=past.account if past.account.since is not None else past.account.until(now),
         failures=past.failures,
+        failed=past.failed,
         total=past.losses,
     )
     line = world.line if world is not None else None

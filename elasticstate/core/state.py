@@ -336,6 +336,7 @@ class Ledger(Struct, frozen=True, gc=False):
     total: Losses = Losses()  # of all earlier changes
     origins: tuple[Origin, ...] = ()  # of the last generations
     failures: int = 0  # unplanned ends of generations
+    failed: int = 0  # the newest generation of these
     account: TimeAccount = TimeAccount()
     ticking: Ticking = Ticking()  # of the present world
     commits_come: bool = False  # a member has called commit(), whether or not that tick was saved

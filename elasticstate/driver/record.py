@@ -311,7 +311,9 @@ def newer(
         restarts=m.ledger.restarts,
         layouts=m.shards.layouts,
         replicated=m.shards.replicated,
-        past=PastFigures(m.ledger.account.until(clocks[0]), m.ledger.failures, m.ledger.total + m.ledger.losses),
+        past=PastFigures(
+            m.ledger.account.until(clocks[0]), m.ledger.failures, m.ledger.failed, m.ledger.total + m.ledger.losses
+        ),
         clocks=clocks,
     )
     figures, old_figures = ((p.account.activity, p.failures, p.losses) for p in (new.past, old.past))

@@ -185,7 +185,7 @@ def left_behind(m: Membership, at: float, **changes: object) -> Remains:
         ticks=7,
         has_ended=False,
         gate_is_open=False,
-        past=PastFigures(m.ledger.account.until(at), m.ledger.failures, m.ledger.total),
+        past=PastFigures(m.ledger.account.until(at), m.ledger.failures, m.ledger.failed, m.ledger.total),
         seen_at=6.0,
     )
     return msgspec.structs.replace(known, **changes)
@@ -232,6 +232,13 @@ def test_without_a_survivor_no_tick_without_a_driver_is_proven() -> None:
     m = reattached(left_behind(m, 2.0, exited=both, living={}))
     m, _ = after("10.0 agent-joined a + exit a:0#1 signal=9 + exit a:1#1 signal=9", m)
     assert times(m, 11.0) == {**STARTED, "goodput": 4.5, "no_driver": 4.0, "boot": 2.0}
+
+
+def test_a_generation_that_each_new_driver_ends_again_has_failed_once() -> None:
+    m, _ = after(START + "4.0 exit a:1#1 signal=9")
+    for _ in range(2):
+        m = reattached(left_behind(m, 4.5, has_ended=True))
+        assert figures_of(m, 10.0).failures == 1
 
 
 def test_the_account_covers_all_drivers_of_a_job() -> None:
