@@ -15,7 +15,7 @@ from importlib import import_module
 from elasticstate.errors import OptionError
 from elasticstate.terminal import complain, hold_standard_descriptors
 
-COMMANDS = ("status", "agent", "trace", "report", "export")  # anything else is a job: run.py
+COMMANDS = ("status", "agent", "trace", "report", "verify", "export")  # anything else is a job: run.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:

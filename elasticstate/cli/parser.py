@@ -22,6 +22,7 @@ elasticrun [-np N] [options] COMMAND...
        elasticrun status JOB [--watch]
        elasticrun trace EVENTS -o trace.json
        elasticrun report EVENTS... -o report.html
+       elasticrun verify EVENTS...
        elasticrun export PLACE -o model.safetensors
        elasticrun --reattach JOB
        elasticrun --check [options]

@@ -1,1 +1,1 @@
-"""Histories of jobs, read from event files: ``elasticrun trace`` and ``elasticrun report``."""
+"""Histories of jobs, read from event files: ``elasticrun trace``, ``elasticrun report`` and ``elasticrun verify``."""

@@ -1,4 +1,4 @@
-"""Files of the commands trace and report: event files as they are read, and the output, whole or not there."""
+"""Files of the commands trace, report and verify: event files as they are read, and the output, whole or not there."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ _BEGINNING = b'{"time": '  # of each event; inside of a text, the quotes would b
 class Event(dict[str, Any]):
     """One line of an event file. A field that the line lacks raises OptionError, with the place of the line."""
 
-    def __init__(self, fields: dict[str, Any], place: str) -> None:
+    def __init__(self, fields: dict[str, Any], place: str, line: int) -> None:
         super().__init__(fields)
         self._place = place
+        self.line = line
 
     def __missing__(self, name: str) -> Any:
-        raise _no_event(self._place, f"no field {name!r}")
+        raise self.error(f"no field {name!r}")
+
+    def error(self, problem: str) -> OptionError:
+        """Return the error for a line that is no event."""
+        return _no_event(self._place, problem)
 
 
 def _no_event(place: str, problem: str) -> OptionError:
@@ -72,7 +77,7 @@ def _events(path: str, file: BinaryIO) -> Iterator[Event]:
         if wrong := value if isinstance(value, str) else _problem(value):
             raise _no_event(place, wrong)
         assert isinstance(value, dict)
-        yield Event(value, place)
+        yield Event(value, place, number)
 
 
 def _parsed(line: bytes) -> object:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.kit import forks
+from tests.kit.job import check_events
 
 
 class Job:
@@ -65,6 +66,7 @@ class Job:
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(f"does not end; {self.process.communicate()}")
+        check_events(self.events_file)
         return self.process.returncode, stdout, stderr
 
 

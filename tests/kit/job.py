@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from elasticstate.history.event_files import read_events
+from elasticstate.history.verify import checks
 from tests.kit import forks
 from tests.kit.forks import SCRIPTS, Forked
 from tests.kit.forks.forked_job import is_as_imported
@@ -22,8 +24,16 @@ from tests.kit.forks.forked_job import is_as_imported
 Line = dict[str, Any]
 
 
+def check_events(path: Path) -> None:
+    """Check the event file of a job that has ended, if it has any, as ``elasticrun verify`` does."""
+    if path.exists():
+        wrong = [f"{path}:{line}: {text}" for job in checks(read_events(str(path))) for line, text in job.violations]
+        assert not wrong, "\n".join(wrong)
+
+
 class Job:
-    """One run of ``elasticrun``. Use it as a context manager: after a failed test it kills all processes of the job."""
+    """One run of ``elasticrun``. Use it as a context manager: at its end it checks the job's events, and after a failed
+    test it kills all processes of the job."""
 
     def __init__(
         self,
@@ -95,6 +105,8 @@ class Job:
             finally:
                 self.process.kill()
                 self.process.wait()
+        if error is None:
+            check_events(self.events_file)
 
     # -------------------------------------------------------------------------------------------------- observation
 

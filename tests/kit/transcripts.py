@@ -17,23 +17,29 @@ from typing import Any
 from elasticstate.core import types as t
 from elasticstate.core.step import new_membership, next_deadline, step
 from tests.kit.policy import policy_of
+from tests.kit.simulation.verified import Verified
 
 TRANSCRIPTS = Path(__file__).parents[1] / "simulation" / "transcripts"
 
 
 def replay(text: str) -> str:
-    """Return the transcript with the answers of the present core."""
+    """Return the transcript with the answers of the present core, whose events hold."""
     lines: list[str] = []
     m = new_membership(policy_of(np=1, min_np=1))
+    written = Verified(m.policy)
     for line in text.splitlines():
         if line.startswith("policy "):
             m = new_membership(replace(m.policy, **{key: _value(value) for key, value in _pairs(line.split()[1:])}))
+            written = Verified(m.policy)
             lines.append(line)
         elif line.startswith("> "):
             at, _, events = line[2:].partition(" ")
             parts = tuple(parse_event(event.split()) for event in events.split(" + "))
             event = parts[0] if len(parts) == 1 else t.Several(parts)
-            m, effects, reason = step(m, event, float(at.removeprefix("t=")))
+            now = float(at.removeprefix("t="))
+            m, effects, reason = step(m, event, now)
+            for effect in effects:
+                written.see(now, effect, m)
             deadline = next_deadline(m)
             until = f" (until {deadline:g})" if deadline is not None else ""
             lines += ["", line, *(f"  {describe(effect)}" for effect in effects)]

@@ -18,6 +18,7 @@ from elasticstate.driver.record import Reattachment, Record, newer
 from elasticstate.net import messages
 from elasticstate.options import Options
 from tests.kit.policy import policy_of
+from tests.kit.simulation.verified import Verified
 
 HOSTS = ("a", "b", "c")
 STEPS_OF_FAULTS, MOST_STEPS = 150, 3_000
@@ -68,6 +69,7 @@ class PlainJob:
         )
         self.m = new_membership(self.policy)
         self.now = 0.0
+        self.events = Verified(self.policy)
         self.living: dict[t.WorkerId, t.PlainPlace] = {}
         self.stopped: set[t.WorkerId] = set()
         self.away: dict[str, dict[t.WorkerId, t.PlainPlace]] = {}  # workers on unreachable hosts
@@ -125,6 +127,7 @@ class PlainJob:
         reached["restart"] += self.restarts > 0
 
     def _carry_out(self, effect: t.Effect) -> None:
+        self.events.see(self.now, effect, self.m)
         match effect:
             case t.StartAgent(host):
                 self.asked.add(host)
@@ -212,7 +215,10 @@ class PlainJob:
         has_finished = bool(members) and all(exits.get(member.worker) == 0 for member in members)
         reached["finished without a driver"] += has_finished
         reached["finished without a driver, of unknown kind"] += has_finished and before.world is None
+        self.events.restarted(self.now, self.record.epoch, self.m)
         self._carry_out_all(transition.effects)
+        if self.is_dead:
+            return
         self.deliver(t.Several((*lost, *events)))
         if has_finished:
             assert self.end is not None, "commands that have ended are not run again"

@@ -22,6 +22,7 @@ from tests.kit.simulation.invariants import Checker, each
 from tests.kit.simulation.judge import Judge
 from tests.kit.simulation.partition import Partition
 from tests.kit.simulation.restart import Restart
+from tests.kit.simulation.verified import Verified
 from tests.kit.simulation.workers import Content, Group, Retained, Script, Worker
 
 HOSTS = ("a", "b", "c")
@@ -61,6 +62,7 @@ class Job:
         self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)), uneven=rng.random() < 0.2)
         self.m = new_membership(self.policy)
         self.now = 0.0
+        self.events = Verified(self.policy)
         self.checker, self.books = Checker(), Books()
         self.reached = self.checker.reached
         self.groups: dict[int, Group] = {}
@@ -288,6 +290,8 @@ class Job:
             self.restart.die()
 
     def _carry_out(self, effect: t.Effect) -> None:
+        if not self.restart.is_down:
+            self.events.see(self.now, effect, self.m)
         match effect:
             case t.StartAgent(host) | t.StopAgent(host) | t.StartWorker(t.WorkerId(host)) if host in self.deaf:
                 pass

@@ -142,6 +142,7 @@ class Restart:
         job.checker.restart(remains, transition)
         job.judge.restart()
         job.books.see(job.now, transition)
+        job.events.restarted(job.now, self.record.epoch, transition.next)
         job.replace(transition)
         if events:
             job.deliver(t.Several(tuple(events)))
