@@ -57,6 +57,45 @@ def check_no_two_worlds(job: Job, what: str = "commit") -> None:
         later = min(later, first[generation])
 
 
+def next_step_after(job: Job, lost: Line) -> float:
+    """Return the seconds from the loss of a host to the first tick without it."""
+    resumed = job.wait_for(
+        "training resumed", lambda: [e for e in job.events("training_resumed") if e["time"] > lost["time"]]
+    )
+    return float(resumed[0]["time"]) - float(lost["time"])
+
+
+class Scene:
+    """Job on three hosts that has recovered from all faults so far. ``begin()`` comes before the next one."""
+
+    def __init__(self, network: Network, job: Job) -> None:
+        self.network = network
+        self.job = job
+        self._seen = 0
+
+    def begin(self) -> None:
+        self._seen = len(self.job.events())
+
+    def events(self, name: str, **fields: object) -> list[Line]:
+        """Return the events since the beginning of the fault."""
+        later = (event for event in self.job.events()[self._seen :] if event["event"] == name)
+        return [event for event in later if all(event.get(key) == value for key, value in fields.items())]
+
+    def wait_for(self, name: str, **fields: object) -> Line:
+        found: list[Line] = self.job.wait_for(f"{name} {fields}", lambda: self.events(name, **fields))
+        return found[-1]
+
+    def trains_with(self, size: int) -> Line:
+        """Wait until a new world of this size has completed a tick."""
+        event = self.wait_for("world_formed", size=size)
+        generation = event["generation"]
+        self.job.wait_for(f"a tick of generation {generation}", lambda: self.trained_in(generation))
+        return event
+
+    def trained_in(self, generation: int) -> list[Line]:
+        return [line for line in self.job.log("commit") if line["generation"] >= generation]
+
+
 PORT = 7077
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.hosts import HEARTBEAT_S, QUICK, ends_well, job_on, trains_with
-from tests.kit.job import Job, Line
+from tests.kit.hosts import HEARTBEAT_S, QUICK, Scene, ends_well, job_on, next_step_after, trains_with
+from tests.kit.job import Job
 from tests.kit.network import Network, missing
 from tests.kit.series import Errors, one_after_the_other
 
@@ -29,52 +29,14 @@ def network(tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
-def next_step_after(job: Job, lost: Line) -> float:
-    """Return the seconds from the loss of a host to the first tick without it."""
-    resumed = job.wait_for(
-        "training resumed", lambda: [e for e in job.events("training_resumed") if e["time"] > lost["time"]]
-    )
-    return float(resumed[0]["time"]) - float(lost["time"])
-
-
 # ------------------------------------------------------------------------------ faults one after the other at one job
 
 
-class Scene:
-    """Job on three hosts that has recovered from all faults so far. ``begin()`` comes before the next one."""
-
-    def __init__(self, network: Network, job: Job) -> None:
-        self.network = network
-        self.job = job
-        self._seen = 0
-
-    def begin(self) -> None:
-        self._seen = len(self.job.events())
-
-    def events(self, name: str, **fields: object) -> list[Line]:
-        """Return the events since the beginning of the fault."""
-        later = (event for event in self.job.events()[self._seen :] if event["event"] == name)
-        return [event for event in later if all(event.get(key) == value for key, value in fields.items())]
-
-    def wait_for(self, name: str, **fields: object) -> Line:
-        found: list[Line] = self.job.wait_for(f"{name} {fields}", lambda: self.events(name, **fields))
-        return found[-1]
-
-    def trains_with(self, size: int) -> Line:
-        """Wait until a new world of this size has completed a tick."""
-        event = self.wait_for("world_formed", size=size)
-        generation = event["generation"]
-        self.job.wait_for(f"a tick of generation {generation}", lambda: self.trained_in(generation))
-        return event
-
-    def trained_in(self, generation: int) -> list[Line]:
-        return [line for line in self.job.log("commit") if line["generation"] >= generation]
-
-    def is_missed_in_time(self, struck: float) -> None:
-        """Check the time until host b was lost, and until the others had trained without it."""
-        lost = self.wait_for("agent_lost", host="b")
-        assert lost["time"] - struck < MISSED_S
-        assert next_step_after(self.job, lost) < NEXT_STEP_S
+def is_missed_in_time(scene: Scene, struck: float) -> None:
+    """Check the time until host b was lost, and until the others had trained without it."""
+    lost = scene.wait_for("agent_lost", host="b")
+    assert lost["time"] - struck < MISSED_S
+    assert next_step_after(scene.job, lost) < NEXT_STEP_S
 
 
 def starts_by_ssh(scene: Scene) -> None:
@@ -85,7 +47,7 @@ def starts_by_ssh(scene: Scene) -> None:
 
 
 def loses_power(scene: Scene) -> None:
-    scene.is_missed_in_time(_now(scene.network["b"].power_off))
+    is_missed_in_time(scene, _now(scene.network["b"].power_off))
     scene.trains_with(2)
     scene.network["b"].power_on()
     scene.trains_with(3)
@@ -101,7 +63,7 @@ def is_rebooted(scene: Scene) -> None:
 
 
 def link_is_cut_and_healed(scene: Scene) -> None:
-    scene.is_missed_in_time(_now(scene.network["b"].cut))
+    is_missed_in_time(scene, _now(scene.network["b"].cut))
     scene.trains_with(2)
     scene.network["b"].heal()
     scene.trains_with(3)
