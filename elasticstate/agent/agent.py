@@ -48,6 +48,7 @@ from elasticstate.net import messages
 from elasticstate.net.control import Refused
 from elasticstate.net.link import AgentSocket, AgentStatus, answering
 from elasticstate.net.messages import Launch
+from elasticstate.net.reach import Probes
 from elasticstate.net.trust import read_token
 from elasticstate.replicas.pusher import HostReplicas, Target, Targets
 from elasticstate.threads import in_thread
@@ -191,6 +192,7 @@ class Service:
         self._stores = PlainStores(job, template)
         self._durable = DurableUploads(job, self._storage, self._copies.store)
         self._standby = Standby(job)
+        self._probes = Probes(launch.host, driver.send)
         self._held: int | None = None  # generation on hold, if any
         # For the report to a new driver:
         self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
@@ -265,6 +267,7 @@ class Service:
 
     async def _close(self, keeps_commits: bool) -> None:
         await self._preemption.close()
+        self._probes.cancel()
         self._socket.close()
         self._stores.close()
         self._allocator.close()
@@ -285,6 +288,7 @@ class Service:
                 await self._workers.stop_all()
             except ConnectionError as error:  # noqa: PERF203
                 self._job.log(f"lost the driver: {error}")
+                self._probes.cancel()
                 if self._held is not None:  # not after END: the workers may be on their way to its tick
                     self._send(None, messages.Release(self._held))
                 end = await self._reconnect()
@@ -343,6 +347,8 @@ class Service:
                 self._copies.forget(before, besides)
             case messages.Acknowledgement(number):
                 self._supervisor.renew_lease(number)
+            case messages.ProbeOrder():
+                self._probes.begin(message)
             case messages.WatchCalls():
                 self._supervisor.calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):

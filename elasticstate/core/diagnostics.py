@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from elasticstate.core import links
 from elasticstate.core.commits import awaited
 from elasticstate.core.health import stall_lines, standstill_line
 from elasticstate.core.ids import SlotId
@@ -67,6 +68,7 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
     slots = sum(host.slots for host in m.hosts.values())
     if m.hosts and slots < m.policy.fewest(m.generation):
         yield f"too few slots: the hosts have {number_of(slots, 'slot')}, {m.policy.fewest_text(m.generation)}"
+    yield from links.lines(m, now)
     for host in hosts_of(m):
         if not host.slots:
             yield f"host {host.name}: {'has 0 slots in discovery' if host.is_named else 'removed by discovery'}"

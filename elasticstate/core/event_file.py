@@ -236,6 +236,17 @@ class AgentLost(CommonFields):
     reason: str
 
 
+class LinkCut(CommonFields):
+    host: str  # gets no answer from
+    peer: str
+
+
+class LinkRestored(CommonFields):
+    host: str
+    peer: str
+    seconds: float  # since it was known to be cut
+
+
 # -------------------------------------------------------------------------------------------------------------- workers
 
 

@@ -10,7 +10,7 @@ import signal
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, commits, event_file, plain, sharded, types as t, waiting
+from elasticstate.core import accounting, commits, event_file, links, plain, sharded, types as t, waiting
 from elasticstate.core.health import (
     call_reported,
     collectives_reported,
@@ -69,6 +69,8 @@ def apply(d: Draft, event: t.Event) -> None:
             _agent_lost(d, event)
         case t.HostDraining():
             _host_draining(d, event)
+        case t.LinksProbed():
+            links.probed(d, event)
         case t.StopRequested(by):
             d.stopped_by = by
         case t.Several():
@@ -162,6 +164,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         reason = f"host {host.name}, from which the world reads shards, was lost: its agent {event.reason}"
         d.broken.append(Failure(t.RootCause(reason, generation=d.generation), "lost"))
     sharded.host_lost(d, host.name, expected)
+    links.host_lost(d, host.name)
     if expected:
         commits.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
     else:

@@ -29,8 +29,19 @@ from elasticstate.core.health import (
     waiting_in_calls,
 )
 from elasticstate.core.sharded import find_line, is_sharded
-from elasticstate.core.slots import stop
-from elasticstate.core.state import Draft, Failure, Finishing, Forming, Over, Running, Stall, Stopping, Worker
+from elasticstate.core.slots import set_apart, stop
+from elasticstate.core.state import (
+    Draft,
+    Failure,
+    Finishing,
+    Forming,
+    Over,
+    Running,
+    Stall,
+    Stopping,
+    Worker,
+    is_live,
+)
 from elasticstate.core.types import exception_line, listed, number_of
 from elasticstate.core.worlds import candidates, enter, make_world, resumes_from_copy
 
@@ -211,6 +222,7 @@ def become_running(
     if d.generation > 0 and d.ledger.down_since is None:  # planned: no failure since the last first tick
         d.update_ledger(planned_at=d.now)
     from_copy = line is None and d.ledger.highest is not None and resumes_from_copy(d, chosen)
+    set_apart(d)
     accounting.world_changes(d, chosen, line, from_copy)
     report_hang(d)
     world = make_world(d, chosen, line, sources)
@@ -421,9 +433,10 @@ def earlier(known: t.RootCause | None, found: t.RootCause) -> t.RootCause:
 
 
 def first_cause(found: list[Failure]) -> Failure:
-    """Return the first death: it explains what other workers report. Without a death, return the first report."""
+    """Return the first death, or else a cut link: it explains what workers report. Without either, return the first
+    report."""
     deaths = [failure for failure in found if failure.kind in ("own", "lost")]
-    first = deaths[0] if deaths else found[0]
+    first = next(iter((*deaths, *(failure for failure in found if failure.kind == "link"), *found)))
     for failure in deaths:
         if earlier(first.cause, failure.cause) is failure.cause:
             first = failure
@@ -471,13 +484,13 @@ def warn_of_end(d: Draft, reason: str) -> None:
 
 
 def refine(d: Draft, phase: Forming, found: list[Failure]) -> None:
-    """Replace a reported failure by the death that explains it."""
+    """Replace a reported failure by the death or the cut link that explains it."""
     if phase.failure is not None and phase.failure.kind == "reported":
-        death = first_cause(found)
-        if death.kind in ("own", "lost"):
+        cause = first_cause(found)
+        if cause.kind in ("own", "lost", "link"):
             if d.ledger.outage == phase.failure.cause:
-                d.update_ledger(outage=death.cause)
-            d.phase = replace(phase, failure=death)
+                d.update_ledger(outage=cause.cause)
+            d.phase = replace(phase, failure=cause)
 
 
 def settle(d: Draft, phase: Forming) -> None:
@@ -549,11 +562,6 @@ def fail_drains(d: Draft, overdue: list[Worker]) -> None:
         reason = f"{names(overdue)} did not drain within --drain-timeout of {limit_s:g} s"
         warn_of_end(d, reason)
         end_now(d, Failure(t.RootCause(reason, generation=d.generation), "drain"))
-
-
-def is_live(d: Draft) -> bool:
-    """Return True if the present generation may still complete ticks."""
-    return isinstance(d.phase, Running) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
 
 
 def suspects_of(d: Draft, members: list[Worker]) -> list[Worker]:

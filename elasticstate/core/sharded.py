@@ -20,7 +20,7 @@ from math import ceil, inf
 
 from msgspec.structs import replace
 
-from elasticstate.core import types as t
+from elasticstate.core import links, types as t
 from elasticstate.core.commits import has_job_state
 from elasticstate.core.state import Draft, Host, Membership, Over, Running, Worker
 from elasticstate.core.types import Replication, ShardLayout
@@ -77,8 +77,13 @@ def _that_count(d: Draft, layouts: tuple[ShardLayout, ...]) -> tuple[ShardLayout
 
 
 def find_line(m: Draft | Membership) -> tuple[t.CommitId, tuple[t.ShardSource, ...]] | None:
-    """Return the commit line and its readable copies; None: no commit is reachable."""
-    return _newest_whole(m, _copies(m, _reachable(m)))
+    """Return the commit line and its readable copies; None: no commit is reachable.
+
+    Copies on hosts that the next world cannot reach count only if there is no line without them.
+    """
+    hosts, beyond = _reachable(m), links.cut_off(m)
+    near = _copies(m, [host for host in hosts if host.name not in beyond]) if beyond else {}
+    return _newest_whole(m, near) or _newest_whole(m, _copies(m, hosts))
 
 
 def _reachable(m: Draft | Membership) -> list[Host]:

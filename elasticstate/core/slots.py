@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from math import inf
 from zlib import crc32
 
-from elasticstate.core import accounting, event_file, types as t
+from msgspec.structs import replace
+
+from elasticstate.core import accounting, event_file, links, types as t
 from elasticstate.core.commits import awaited
 from elasticstate.core.policy import LEASE_MARGIN, Policy
 from elasticstate.core.sharded import awaited_copies, hosts_of, needed_hosts
@@ -136,6 +138,19 @@ def _has_done_well(d: Draft, worker: Worker) -> bool:
     highest = d.ledger.highest
     has_seen_a_commit = highest is not None and 0 < worker.first_joined <= highest.generation
     return has_seen_a_commit or d.now - worker.ready_at >= long_s(d)
+
+
+def set_apart(d: Draft) -> None:
+    """Start the cooldown of the hosts without which the next world is formed, because their links are cut. It does not
+    start again while a host is apart, and it grows with each time a link is cut, whatever happens in between."""
+    before, apart = d.ledger.links.apart, {}
+    for name in sorted(links.beyond(d)) if d.ledger.links.cut else ():
+        if name not in before:
+            host = _clear_failures(d, d.hosts[name], False)
+            _cool_down(d, host, links.reason(d, name))
+        apart[name] = before.get(name, d.hosts[name].cooldown_until)
+    if apart != before:
+        d.update_ledger(links=replace(d.ledger.links, apart=apart))
 
 
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
@@ -584,7 +599,8 @@ def _vacancies(d: Draft) -> float:
     if d.policy.max_np is None:
         return inf
     spares = d.policy.spares if isinstance(d.phase, Running) and d.phase.first_tick else 0
-    taken = sum(not (worker.draining or worker.gone) for worker in d.workers.values())
+    beyond = _beyond(d)
+    taken = sum(not (w.draining or w.gone or _is_apart(w, beyond)) for w in d.workers.values())
     return d.policy.max_np + spares - _finished_slots(d) - taken
 
 
@@ -596,13 +612,23 @@ def _hosts_of_world(d: Draft) -> set[str]:
 
 def _slots_counted_on(d: Draft) -> int:
     """Return the number of slots with a worker that is READY, in a world, or booting with a chance of success."""
-    return _finished_slots(d) + sum(_is_counted_on(d, worker) for worker in d.workers.values())
+    beyond = _beyond(d)
+    return _finished_slots(d) + sum(_is_counted_on(d, w) for w in d.workers.values() if not _is_apart(w, beyond))
 
 
 def _is_counted_on(d: Draft, worker: Worker) -> bool:
     if worker.booting:
         return d.slots[worker.id.slot_id].failures < FAILURES_IN_A_ROW and _is_in_time(d, worker.started_at)
     return not (worker.draining or worker.gone) or is_restarting(d, worker)
+
+
+def _beyond(d: Draft) -> frozenset[str]:
+    """Return the hosts whose READY workers wait because links are cut."""
+    return links.beyond(d) if d.ledger.links.cut or d.ledger.links.apart else frozenset()
+
+
+def _is_apart(worker: Worker, beyond: Set[str]) -> bool:
+    return worker.ready is not None and worker.id.host in beyond
 
 
 def is_restarting(d: Draft | Membership, worker: Worker) -> bool:

@@ -49,13 +49,13 @@ NEWCOMER = 1 << 62
 # A world of plain workers (which do not use ``run``) has one phase, Together, between Waiting and Waiting or Over.
 
 
-FailureKind = Literal["own", "lost", "reported", "drain"]
+FailureKind = Literal["own", "lost", "link", "reported", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Unplanned end of a generation. ``kind`` own: a worker ended by itself on a living host; reported: a worker
-    reported the generation as broken, and no death is known (yet)."""
+    """Unplanned end of a generation. ``kind`` own: a worker ended by itself on a living host; link: two hosts cannot
+    reach each other; reported: a worker reported the generation as broken, and no cause is known (yet)."""
 
     cause: RootCause
     kind: FailureKind
@@ -193,6 +193,20 @@ class Ticking(Struct, frozen=True, gc=False):
     at: float = -inf  # when ``completed`` was first reported; before that, when the world began
     times: tuple[float, ...] = ()  # mean times of the last ticks between two reports, over all worlds
     standstill: Standstill | None = None
+
+
+Link = tuple[str, str]
+"""Host and peer. Cut: the host gets no answer from the peer."""
+
+
+class Links(Struct, frozen=True, gc=False):
+    """Links between hosts: the last order to probe them, and those that are cut (links.py)."""
+
+    cut: Mapping[Link, float] = {}  # the time since which a link is known to be cut
+    apart: Mapping[str, float] = {}  # hosts without which the world was formed: they join no world that trains until
+    number: int = 0  # of the last order
+    asked: Mapping[str, tuple[str, ...]] = {}  # by host: the peers of its order, until it has answered
+    asked_at: float = -inf
 
 
 class Host(Struct, frozen=True, gc=False):
@@ -339,6 +353,7 @@ class Ledger(Struct, frozen=True, gc=False):
     failed: int = 0  # the newest generation of these
     account: TimeAccount = TimeAccount()
     ticking: Ticking = Ticking()  # of the present world
+    links: Links = Links()
     commits_come: bool = False  # a member has called commit(), whether or not that tick was saved
     commit_warned: bool = False  # the warning that nothing is committed was written
 
@@ -538,6 +553,11 @@ def living_members(m: Draft | Membership) -> list[Worker]:
     generation, workers = m.world.generation, m.workers
     found = [workers.get(placement.worker) for placement in m.world.members]
     return [w for w in found if w is not None and w.joined == generation and not w.gone]
+
+
+def is_live(m: Draft | Membership) -> bool:
+    """Return True if the present generation may still complete ticks."""
+    return isinstance(m.phase, Running) or (isinstance(m.phase, Forming) and m.phase.at_tick is not None)
 
 
 def by_discovery(d: Draft | Membership) -> list[Host]:

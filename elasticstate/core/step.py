@@ -23,6 +23,7 @@ from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
 from elasticstate.core.health import end_stalls, end_standstill, end_stragglers
+from elasticstate.core.links import link_deadlines, probe
 from elasticstate.core.plain import round_deadlines, together
 from elasticstate.core.policy import Policy
 from elasticstate.core.running import (
@@ -142,13 +143,14 @@ def step(m: Membership, event: Event, now: float) -> Transition:
     decide(d)
     start_and_stop(d)
     replicate(d)
+    probe(d)
     follow(d)
     return Transition(d.freeze(_deadlines(d)), tuple(d.effects), d.reason)
 
 
 def _deadlines(d: Draft) -> dict[str, float]:
     """Return the future deadlines, by name."""
-    named = itertools.chain(deadlines_of_phase(d), slot_deadlines(d), replication_deadlines(d))
+    named = itertools.chain(deadlines_of_phase(d), slot_deadlines(d), replication_deadlines(d), link_deadlines(d))
     return {name: at for name, at in named if d.now < at < inf}
 
 

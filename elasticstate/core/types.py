@@ -575,6 +575,15 @@ class HostDraining(Message, frozen=True):
     reason: str
 
 
+class LinksProbed(Message, frozen=True):
+    """The agent of ``host`` has tried to open connections to the other hosts of a ProbeLinks. ``cut``: those of which
+    none has answered."""
+
+    host: str
+    number: int  # of the ProbeLinks
+    cut: tuple[str, ...] = ()
+
+
 class FromWorker(Message, frozen=True, gc=False):
     """A report of a worker, or its stamp: its agent adds whose it is."""
 
@@ -639,6 +648,7 @@ FromAgent = (
     | WorkerUsesRun
     | PlainStoreJoined
     | HostDraining
+    | LinksProbed
     | CopyKept
     | CopyDropped
     | CommitDamaged
@@ -739,6 +749,18 @@ class OpenGate(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeLinks:
+    """Agents try to open connections to the agents of other hosts. Each answers with LinksProbed.
+
+    An order replaces the one before it.
+    """
+
+    number: int  # unique in the life of a driver
+    peers: tuple[tuple[str, tuple[str, ...]], ...]  # by host: the hosts that its agent probes
+    limit_s: float  # time for an answer
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One line of the event file (core/event_file.py): the name and the fields in print order."""
 
@@ -787,6 +809,7 @@ Effect = (
     | OpenGate
     | WatchCalls
     | AskWhere
+    | ProbeLinks
     | CopyEffect
     | Note
     | EndJob

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from elasticstate.core import event_file, types as t
+from elasticstate.core import event_file, links, types as t
 from elasticstate.core.commits import awaited, has_job_state
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.health import check_ticks, reports_until, standstill_deadlines
@@ -31,7 +31,6 @@ from elasticstate.core.running import (
     fail_drains,
     fail_job,
     first_cause,
-    is_live,
     judge,
     overdue_drains,
     refine,
@@ -49,7 +48,7 @@ from elasticstate.core.slots import (
     unreachable_hosts,
     unreachable_until,
 )
-from elasticstate.core.state import NEW_SLOT, Draft, Failure, Forming, Waiting, Worker
+from elasticstate.core.state import NEW_SLOT, Draft, Failure, Forming, Waiting, Worker, is_live
 from elasticstate.core.types import listed, number_of
 from elasticstate.core.worlds import NOTHING, choose, durable_source, may_hold_more, newest, postponed, staying
 
@@ -415,6 +414,11 @@ def forming(d: Draft, phase: Forming) -> None:
     if phase.clock is not None and d.now < reports_until(d, phase.clock):
         d.reason = f"waiting for reports on the hang of generation {phase.ended}"
         return
+    if links.explains_nothing_yet(d, phase):
+        links.probe_all(d)
+    if links.are_awaited(d, phase):
+        d.reason = f"looking for a cut link: waiting for the agents of {listed(d.ledger.links.asked)}"
+        return
     settle(d, phase)
     if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
         d.phase = Waiting(since=d.now)
@@ -432,6 +436,8 @@ def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
         yield "notice", phase.since + d.policy.waiting_notice_s
     if not awaited and phase.clock is not None:
         yield "reports on a hang", reports_until(d, phase.clock)
+    if links.are_awaited(d, phase):
+        yield "probes", links.answers_until(d)
 
 
 def _regroup_end(d: Draft, phase: Forming, awaited: list[Worker]) -> float:

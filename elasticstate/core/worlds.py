@@ -9,7 +9,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from elasticstate.core import types as t
+from elasticstate.core import links, types as t
 from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker
 
 # ----------------------------------------------------------------------------------------------------------- assignment
@@ -94,8 +94,10 @@ NOTHING = t.CommitId(0, 0)
 
 
 def staying(d: Draft) -> list[Worker]:
-    """Return the READY workers that do not drain."""
-    return [worker for worker in d.ready_workers() if not worker.draining] if d.ready else []
+    """Return the READY workers that do not drain, of hosts that can reach each other."""
+    found = [worker for worker in d.ready_workers() if not worker.draining] if d.ready else []
+    beyond = links.beyond(d) if d.ledger.links.cut or d.ledger.links.apart else ()
+    return [worker for worker in found if worker.id.host not in beyond] if beyond else found
 
 
 def candidates(d: Draft) -> list[Worker]:
@@ -121,6 +123,9 @@ def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
     if d.shards.layouts:
         return None
     draining = [worker for worker in d.ready_workers() if worker.draining] if d.draining else []
+    if d.ledger.links.cut and draining:
+        hosts = {worker.id.host for worker in stay}
+        draining = [worker for worker in draining if not links.enemies(d, worker.id.host) & hosts]
     holder = max(draining, key=lambda w: (held(w), -w.age, w.id), default=None)
     return holder if holder is not None and held(holder) > newest(stay) else None
 

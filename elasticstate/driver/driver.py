@@ -617,6 +617,8 @@ class Driver:
                 agents.send(worker.host, ToWorkers((worker,), effect))
             case t.Sever(worker, generation, cause):
                 agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
+            case t.ProbeLinks():
+                self._probe(effect)
             case t.Replicate(commit, copies):
                 self._replicate(commit, copies)
             case t.ForgetCopies(host=host):
@@ -669,6 +671,12 @@ class Driver:
                     f"--debug-rank {rank}: {worker} reads the terminal; limits of waits are a week, or off"
                 )
         return is_single or worker.slot_id == self._debugged
+
+    def _probe(self, order: t.ProbeLinks) -> None:
+        servers = self._state.copy_servers
+        for host, peers in order.peers:
+            targets = tuple((peer, address) for peer in peers if (address := servers.get(peer)))
+            self._agents.send(host, messages.ProbeOrder(order.number, targets, order.limit_s))
 
     def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
         """Send each agent the orders for its slots."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, cast
 
-from elasticstate.core import event_file
+from elasticstate.core import event_file, links
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.health import no_tick_text
 from elasticstate.core.ids import WorkerId
@@ -336,7 +336,8 @@ class LiveLine:
             parts.append(f"commit {max(0.0, now - self._state.committed_at):.1f} s ago")
         goodput = figures_of(m, now).goodput
         still = filter(None, (no_tick_text(m, now),))
-        return [*still, *parts] if goodput is None else [*still, *parts, f"goodput {goodput:.1%}"]
+        cut = links.lines(m, now)[:1]
+        return [*still, *cut, *parts] if goodput is None else [*still, *cut, *parts, f"goodput {goodput:.1%}"]
 
     def _rate(self, ticks: int, now: float) -> list[str]:
         """Return the ticks per second between the reports of the last seconds, if there are two."""

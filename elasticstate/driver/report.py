@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elasticstate.core import event_file
+from elasticstate.core import event_file, links
 from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Membership, by_discovery
@@ -85,6 +85,8 @@ class Report:
             "host_removed": lambda f: f"host {f['host']} removed by discovery",
             "host_draining": lambda f: f"host {f['host']} drains: preemption notice: {f['reason']}",
             "host_cooldown": lambda f: f"host {f['host']} is in cooldown for {f['seconds']:.1f} s: {f['reason']}",
+            "link_cut": lambda f: links.text_of((f["host"], f["peer"])),
+            "link_restored": lambda f: f"host {f['host']} reaches host {f['peer']} again after {f['seconds']:.1f} s",
             "agent_lost": lambda f: f"host {f['host']} lost: its agent {f['reason']}",
             "worker_exited": self._worker_exited,
             "end": _failed_attempt,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from elasticstate.core import links
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, why_empty
 from elasticstate.core.figures import JobFigures
@@ -206,6 +207,7 @@ def status_text(
         about += [f"{slot_id}  {why_empty(slot, now)}" for slot_id, slot in empty]
         yield from _section("not in the world:", about)
         yield from _section("in cooldown:", hosts_in_cooldown(m, now))
+        yield from _section("cut links:", links.lines(m, now))
         yield from _section("waiting for:", waiting_for(m, now))
         yield from _section("stragglers:", straggler_lines(m.phase, now) if isinstance(m.phase, Running) else ())
         yield from _section("durable copies:", durable)
@@ -288,6 +290,7 @@ class Overview(Struct, frozen=True):
     ticks: int  # completed, those that were done again included
     commit: CommitId | None  # the newest
     waiting_for: tuple[str, ...]
+    cut_links: tuple[str, ...]
     durable: DurableOverview | None  # None: no --durable-dir
     figures: dict[str, object]  # those of the event job_finished
     shards: ShardsOverview | None = None  # None: the job is not sharded
@@ -321,6 +324,7 @@ def overview_of(
         ticks=ticks_of(m),
         commit=m.ledger.highest,
         waiting_for=waiting_for(m, now),
+        cut_links=tuple(links.lines(m, now)),
         durable=_durable(m, durable or DurableFigures(), now),
         figures=dict(figures.fields()),
         shards=shards_of(m, now, copies),

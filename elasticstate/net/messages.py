@@ -54,6 +54,7 @@ from elasticstate.core.types import (
     HoldAnswer as HoldAnswer,
     HostDraining as HostDraining,
     Leave as Leave,
+    LinksProbed as LinksProbed,
     Message as Message,
     OpenGate as OpenGate,
     Place as Place,
@@ -522,6 +523,14 @@ class ReplicateOrder(Message, frozen=True):
     targets: tuple[tuple[SlotId, str, str], ...]  # slot, host to keep it, and "address:port" of its copy server
 
 
+class ProbeOrder(Message, frozen=True):
+    """Try to open connections to the copy servers of other hosts. The agent answers with LinksProbed."""
+
+    number: int
+    targets: tuple[tuple[str, str], ...]  # host, and "address:port" of its copy server
+    limit_s: float
+
+
 class Shutdown(Message, frozen=True):
     """Stop all workers and exit."""
 
@@ -561,6 +570,7 @@ ToAgent = (
     | StopReplication
     | ForgetCopies
     | WatchCalls
+    | ProbeOrder
     | Shutdown
     | Acknowledgement
     | Refusal

@@ -130,7 +130,9 @@ class ReplicaServer:
             data = b""
         stranger.answer += data
         begin = stranger.answer[: len(MAGIC)]
-        if not data or not MAGIC.startswith(begin):
+        if not stranger.answer:  # an agent that probes its link to this host
+            self._forget(stranger).close()
+        elif not data or not MAGIC.startswith(begin):
             self._refuse(stranger, "it has closed the connection" if not data else "it speaks another protocol")
         elif len(stranger.answer) == ANSWER_BYTES:
             try:

@@ -132,6 +132,10 @@ def parse_event(words: list[str]) -> t.Event:
         return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy, " ".join(rest[3:]))
     if kind == "saved":
         return t.DurableCopySaved(_commits(rest[0])[0])
+    if kind == "probed":
+        given = dict(_pairs(rest[1:]))
+        cut = tuple(filter(None, given.get("cut", "").split(",")))
+        return t.LinksProbed(rest[0], int(given["order"]), cut)
     if kind == "damaged":
         return t.CommitDamaged(_slot(rest[0]), _commits(rest[1])[0])
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
@@ -204,6 +208,9 @@ def describe(effect: t.Effect) -> str:
             return f"Replicate {commit}: {', '.join(f'{slot_id} on {host}' for slot_id, host in copies)}"
         case t.StopReplication():
             return "StopReplication"
+        case t.ProbeLinks(number, peers, limit_s):
+            probes = "; ".join(f"{host} to {', '.join(its)}" for host, its in peers)
+            return f"ProbeLinks {number}: {probes}, for {limit_s:g} s"
         case t.ForgetCopies(before, besides, host):
             parts = [f"before {before}", f"except {besides}" if besides else "", f"host {host}" if host else ""]
             return f"ForgetCopies {', '.join(filter(None, parts))}"

@@ -33,6 +33,7 @@ MUST_BE_REACHED = (
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note stall", "note stall_ended", "note straggler", "note straggler_ended", "straggler drained"),
     *("note no_tick", "note no_tick_ended"),
+    *("note link_cut", "note link_restored", "a part", "a part of several", "probes of a failure"),
     *(
         "note worker_unresponsive",
         "note host_removed",

@@ -34,6 +34,7 @@ MUST_BE_REACHED = (
     *("lease waited for", "state on unreachable hosts", "I16 with 0"),
     *("driver died", "died without a driver", "reattached", "the world goes on", "the world cannot go on"),
     *("the gate was open", "used once more"),
+    *("note link_cut", "link restored", "note link_restored", "a part"),
     *(f"fault {name}" for name in FAULTS),
     *(f"time: {part}" for part in ("goodput", "no_driver", "redone_ticks", "drain", "sync", "exit")),
 )

@@ -35,6 +35,7 @@ SMALL = {
     "a removed host": job(1, 1, removals=1),
     "a stop and a crash": job(1, 1, stops=1, kills=1),
     "a late answer": job(2, late=1),
+    "a cut link": job(1, 1, links=1),
 }
 LARGE = {
     "two crashes of four workers": replace(job(2, 2, min_np=4, kills=2, policy=WINDOW), symmetric=True),
@@ -46,6 +47,7 @@ LARGE = {
     "a notice and a crash": job(1, 1, notices=1, kills=1),
     "an error and a freeze": job(1, 1, errors=1, freezes=1),
     "an unreachable host and a crash": job(1, 1, cuts=1, kills=1),
+    "a cut link and a crash": job(1, 1, links=1, kills=1),
 }
 
 
@@ -88,7 +90,7 @@ BEHIND_GATE = "    if isinstance(d.phase, Finishing):\n        return\n    hosts
 MUTANTS = (
     Mutant("I1", "worlds.make_world", "d.generation + 1,", "d.generation + 2,", job(1, 1), "I1: one world"),
     Mutant("I1", "running.end_now", END_NOW, END_NOW.replace("n, N", "n - 1, N"), job(1, 1, kills=1), "I1: only the"),
-    Mutant("I1", "running.is_live", "and d.phase.at_tick is not None", "", job(1, 1, kills=2), "END now is sent once"),
+    Mutant("I1", "state.is_live", "and m.phase.at_tick is not None", "", job(1, 1, kills=2), "END now is sent once"),
     Mutant("I2", "worlds.assign", "members.sort()", "members.sort(reverse=True)", job(2), "I2"),
     Mutant("I3", "worlds.make_world", "commits.index(best)", "0", job(1, 1, kills=1), "I3: the root"),
     Mutant("I3", "worlds.choose", "or max(found, key=held)", "or found[0]", CROWDED, "I3: a commit of all"),
@@ -117,6 +119,7 @@ MUTANTS = (
     Mutant("I15", "waiting._release_draining", "and worker is not holder", "", job(1, 1, notices=1, kills=1), "I15"),
     Mutant("I16", "slots.may_train_on", "return not", "return False and not", job(1, 1, cuts=1), "I16"),
     Mutant("I17", "facts._agent_lost", "if notice and host.slots:", "if False:", job(1, 1, notices=1), "I17"),
+    Mutant("I20", "worlds.staying", "if worker.id.host not in beyond", "", job(1, 1, links=1), "I20: a world with"),
     Mutant("slots", "slots._free_slots", "slot.worker is None and", "", job(2, kills=1), "each in its slot"),
     Mutant(
         "verdict", "running.judge", "d.now < judged_at or silent", "d.now < judged_at", job(1, 1, errors=1), "OWN needs"

@@ -144,6 +144,9 @@ ENDS: dict[str, str] = {
         net/control.py ControlServer.stop await asyncio.gather
         net/control.py ControlServer.stop await asyncio.wait
         net/control.py DriverStream.dial await asyncio.gather
+        net/reach.py Probes._probe await asyncio.gather
+        net/reach.py _opens await asyncio.get_running_loop().sock_connect
+        net/reach.py is_reached await asyncio.gather
         net/control.py ask_status await getting
         net/web.py WebPort.close await asyncio.wait
         net/web.py WebPort.close await asyncio.wait

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.core import event_file
+from elasticstate.core import event_file, links
 from elasticstate.core.diagnostics import why_empty
 from elasticstate.core.state import Host, Over, Phase, Running, Slot, Worker
 from elasticstate.core.step import Membership
@@ -178,7 +178,7 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         },
         "world": {"generation": overview.generation, "size": overview.size, "living": overview.living},
         "figures": {**_without_none(overview.figures), "ticks": overview.ticks},
-        "hosts": {name: _host(host, state.readings.use.get(name), now, ahead_s) for name, host in m.hosts.items()},
+        "hosts": {name: _host(m, host, state.readings.use.get(name), now, ahead_s) for name, host in m.hosts.items()},
         "workers": _workers(m, now, ahead_s),
         "waiting": list(overview.waiting_for),
         "stragglers": _stragglers(m.phase),
@@ -242,13 +242,13 @@ def _metric(metric: Metric) -> View:
     return view
 
 
-def _host(host: Host, use: HostUse | None, now: float, ahead_s: float) -> View:
+def _host(m: Membership, host: Host, use: HostUse | None, now: float, ahead_s: float) -> View:
     view: View = {"state": host_state(host, now), "slots": host.slots, "order": host.order}
     if use is not None and host.agent == "joined":
         view["use"] = _without_none(use._asdict())
     if host.rack:
         view["rack"] = host.rack
-    if why := host.draining or (f"its agent {host.loss}" if host.loss else ""):
+    if why := host.draining or (f"its agent {host.loss}" if host.loss else "") or links.reason(m, host.name):
         view["why"] = why
     if host.cooldown_until > now:
         view |= {"cooldown": host.cooldown_reason, **_time("cooldown_until", host.cooldown_until, ahead_s)}

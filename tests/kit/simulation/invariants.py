@@ -14,7 +14,7 @@ from elasticstate.core.figures import NAMES
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting, lease_s
-from elasticstate.core.state import Count, Finishing, Host, Over, Running, Waiting
+from elasticstate.core.state import Count, Finishing, Forming, Host, Over, Running, Waiting, Worker
 from elasticstate.core.step import Membership, Transition, next_deadline
 from tests.kit.simulation.oracle import naive_placements
 
@@ -57,6 +57,7 @@ class Checker:
         self._next_age = 0
         self._joined: dict[t.WorkerId, int] = {}
         self._held: dict[t.WorkerId, t.CommitId | None] = {}
+        self._behind: set[t.WorkerId] = set()  # workers that have ended ticks without training
         self._committed = False
         self._incarnations: dict[t.SlotId, int] = {}
         self._living: dict[t.SlotId, t.WorkerId] = {}
@@ -70,6 +71,8 @@ class Checker:
         self._named: set[str] = set()  # by discovery
         self._notices: dict[str, float] = {}  # hosts with a preemption notice: the end of their cooldown
         self._stands_still = False  # a member of the newest world is known to have left it
+        self._probes: tuple[int, dict[str, tuple[str, ...]]] = (0, {})  # the last order, as far as it is not answered
+        self._cut: set[tuple[str, str]] = set()  # links without an answer
 
     def restart(self, remains: Remains, transition: Transition) -> None:
         """Follow a new core: facts that the last core had and the new one does not receive do not count."""
@@ -78,6 +81,7 @@ class Checker:
         self._joined = {worker: known.joined for worker, known in transition.next.workers.items()}
         self._held = {}
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
+        self._probes, self._cut = (0, {}), set()
         self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
         members = [placement.worker for placement in self.world.members] if self.world is not None else []
         ages = dict(zip(members, remains.ages, strict=True))  # a lost worker that returns keeps its age
@@ -125,6 +129,7 @@ class Checker:
                 self._hear_agent(agents, transition, part, now)
             else:
                 self._hear(before, part)
+            self._hear_links(part)
             self._stopped |= isinstance(part, t.StopRequested)
             host = getattr(part, "host", "")
             known = before.hosts.get(host)
@@ -135,10 +140,33 @@ class Checker:
         assert not self._severed, "who is back is severed"
         self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
 
+    def _hear_links(self, event: t.Event) -> None:
+        """Follow which links are cut."""
+        number, asked = self._probes
+        match event:
+            case t.LinksProbed(host, known, cut) if known == number and host in asked:
+                links = {(host, peer) for peer in asked.pop(host)}
+                self._cut = (self._cut - links) | {link for link in links if link[1] in cut}
+            case t.AgentLost(host):
+                self._cut = {link for link in self._cut if host not in link}
+                asked.pop(host, None)
+                for name, peers in list(asked.items()):
+                    asked[name] = tuple(peer for peer in peers if peer != host)
+
+    def _is_apart(self, worker: t.WorkerId, hosts: set[str]) -> bool:
+        """Return True if the host of this worker has no link to one of these hosts."""
+        return any(worker.host in link and not hosts.isdisjoint(set(link) - {worker.host}) for link in self._cut)
+
+    def _waits_apart(self, after: Membership, worker: Worker) -> bool:
+        """Return True if a READY worker waits for links."""
+        links = after.ledger.links
+        return worker.ready is not None and any(worker.id.host in link for link in (*self._cut, links.apart))
+
     def _not_too_many(self, after: Membership, started: list[t.WorkerId]) -> None:
         """Check max_np. Beyond it, only spares and a worker for the slot of an awaited newest commit may be started."""
         limit = after.policy.max_np
-        living = sum(not (w.draining or w.gone) for w in after.workers.values())
+        usable = (w for w in after.workers.values() if not (w.draining or w.gone))
+        living = sum(not self._waits_apart(after, worker) for worker in usable)
         trains = isinstance(after.phase, Running) and after.phase.first_tick
         if limit is None or not started or living <= limit + (after.policy.spares if trains else 0):
             return
@@ -155,6 +183,7 @@ class Checker:
                 if self._joined.get(worker, 0) == generation:
                     self._stands_still |= generation == self.generation
                     self._held[worker] = commit
+                    (self._behind.add if event.body.behind else self._behind.discard)(worker)
                     self._committed |= any(c is not None and c.tick > 0 for c in (commit, previous))
             case t.FromWorker(worker, t.Stamp(commit=commit) | t.CommitSealed(commit)) if (
                 self._living.get(worker.slot_id) == worker
@@ -304,6 +333,15 @@ class Checker:
                     self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
                     lease_over = now >= max(self._leases.values(), default=now)
                     assert lease_over or "StateLostError" not in cause.reason, "I3: an unreachable host may hold it"
+            case t.ProbeLinks(number, peers):
+                assert number > self._probes[0]
+                pairs = [frozenset((host, peer)) for host, its in peers for peer in its]
+                known = {frozenset(link) for link in self._cut}
+                assert all(len(pair) == 2 for pair in pairs)
+                assert len({*pairs}) == len(pairs) or known, "each link is probed once"
+                assert all(after.hosts[host].agent == "joined" for pair in pairs for host in pair)
+                self._probes = number, dict(peers)
+                self.reached["probes of a failure"] += isinstance(after.phase, Forming)
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
                 self.reached["retained commit given up"] += "is given up" in str(effect.get("text"))
@@ -328,7 +366,7 @@ class Checker:
         survivors = {worker: self._ages[worker] for worker in members if worker in self._ages}
         assert world.members == naive_placements(members, survivors, order), "I2"
         self._root(world, members)
-        self._who_is_in(after, members)
+        self._who_is_in(before, after, members)
         if any(tick is not None for tick in self._ended.get(self.generation, [])):
             self._planned_at = now if self._ended[self.generation][-1] is not None else self._planned_at
         self._grow_older(members)
@@ -348,7 +386,7 @@ class Checker:
         lacking = {rank for rank in range(world.size) if rank != world.root and (best is None or held[rank] != best)}
         assert world.lacking == tuple(sorted(lacking)), "I3: all others need the state, and nobody else"
 
-    def _who_is_in(self, after: Membership, members: list[t.WorkerId]) -> None:
+    def _who_is_in(self, before: Membership, after: Membership, members: list[t.WorkerId]) -> None:
         draining = [worker for worker in members if after.workers[worker].draining]
         if draining:
             assert len(draining) == 1, "I5: no leaving worker in a world"
@@ -356,8 +394,41 @@ class Checker:
             assert max(held)[1], "I5: but for the only holder of the newest commit"
             assert len([1 for commit, _ in held if commit == max(held)[0]]) == 1
             self.reached["postponed leave"] += 1
+        hosts = {worker.host for worker in members}
+        assert not any(hosts.issuperset(link) for link in self._cut), "I20: a world with a cut link"
         left_out = [w for w in after.workers.values() if w.ready is not None and not w.draining and not w.gone]
-        assert not left_out or len(members) == after.policy.max_np, "I6: who is READY joins"
+        apart = [w.id for w in left_out if self._is_apart(w.id, hosts)]
+        assert len(apart) == len(left_out) or len(members) == after.policy.max_np, "I6: who is READY joins"
+        if apart and not draining:
+            self._is_the_largest(before, after.policy.max_np, members, apart)
+
+    def _is_the_largest(
+        self, before: Membership, max_np: int | None, members: list[t.WorkerId], apart: list[t.WorkerId]
+    ) -> None:
+        """Check that no larger part of the READY workers could have been the world, whose hosts all have links, and
+        that has the job's state."""
+        ready = [*members, *apart]
+        hosts = sorted({worker.host for worker in ready})
+        held = {worker: self._held.get(worker) or t.CommitId(0, 0) for worker in ready}
+        decides = {worker for worker in ready if self._had_the_state(before, worker)}
+        decides = decides or {worker for worker in ready if held[worker] == max(held.values())}
+        for chosen in range(1 << len(hosts)):
+            part = {host for place, host in enumerate(hosts) if chosen >> place & 1}
+            inside = [worker for worker in ready if worker.host in part]
+            if any(part.issuperset(link) for link in self._cut) or decides.isdisjoint(inside):
+                continue
+            size = min(len(inside), max_np or len(inside))
+            assert size <= len(members), f"I20: {len(inside)} workers of {part} can form a world"
+        assert not decides.isdisjoint(members), "I20: the part without the job's state"
+        self.reached["a part"] += 1
+        self.reached["a part of several"] += len(self._cut) > 1
+
+    def _had_the_state(self, before: Membership, worker: t.WorkerId) -> bool:
+        """Return True if a READY worker was in the last world, and had the job's state there."""
+        known, held = before.workers.get(worker), self._held.get(worker)
+        if known is None or held is None or not known.keeps or not 0 < known.joined == before.generation:
+            return False
+        return worker not in self._behind and (not known.lacked or held.generation == before.generation)
 
     def _grow_older(self, members: list[t.WorkerId]) -> None:
         self._ages = {worker: self._ages[worker] for worker in members if worker in self._ages}
@@ -403,6 +474,7 @@ class Checker:
                 if worker is not None:
                     is_new = worker.started_at == now and other.cooldown_until > now
                     hopeless = worker.booting and (hopeless or self._too_late(after, worker.started_at, now))
+                    hopeless = hopeless or self._waits_apart(after, worker)
                     elsewhere += not (worker.draining or worker.gone or is_new or hopeless)
                     elsewhere += is_restarting(after, worker)
                 elif slot is not None and slot.finished:

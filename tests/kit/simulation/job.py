@@ -20,16 +20,15 @@ from tests.kit.policy import policy_of
 from tests.kit.simulation.books import Books
 from tests.kit.simulation.invariants import Checker, each
 from tests.kit.simulation.judge import Judge
-from tests.kit.simulation.partition import Partition
+from tests.kit.simulation.partition import HOSTS, Links, Partition
 from tests.kit.simulation.restart import Restart
 from tests.kit.simulation.verified import Verified
 from tests.kit.simulation.workers import Content, Group, Retained, Script, Worker
 
-HOSTS = ("a", "b", "c")
 FAULTS = (
     *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze"),
     *("notice", "host notice", "hosts", "agent", "host"),
-    *("cut", "cut two", "cut the world", "cut all", "cut ones gone"),
+    *("cut", "cut two", "cut the world", "cut all", "cut ones gone", "links", "links"),
     *("driver", "driver in the middle"),
 )
 MAX_ACTIONS = 30_000
@@ -71,6 +70,7 @@ class Job:
         self.agents: dict[str, str] = {}  # host: "asked", "up"
         self.lost: list[str] = []  # agents whose loss the core has not received yet
         self.partition = Partition(self)
+        self.links = Links(self)
         self.restart = Restart(self)
         self.deaf: set[str] = set()  # hosts that receive no more effects, because the driver dies
         self.retained: dict[t.SlotId, Retained] = {}
@@ -175,7 +175,7 @@ class Job:
                 del self.agents[host]
                 self.deliver(t.AgentLost(host, "is unreachable by ssh"))
                 return True
-        return self.partition.something_happens()
+        return self.links.something_happens() or self.partition.something_happens()
 
     def _has_ended(self, exited: t.WorkerExited) -> None:
         """Record an exit. The agent detects it, and the core receives it later if the host is reachable."""
@@ -245,7 +245,7 @@ class Job:
                 continue
             if not worker.frozen:
                 if worker.id.host not in self.partition:
-                    worker.up.append(worker.heartbeat())
+                    worker.up.append(worker.heartbeat(self.now))
                     assert worker.id in self.m.workers or worker.down, f"{worker.id} lives, and the core knows nothing"
             elif self.rng.random() < 0.2:
                 if worker.id.host not in self.partition:
@@ -311,7 +311,7 @@ class Job:
             case t.World() as world:
                 if world.generation - 1 in self.groups:
                     self.groups[world.generation - 1].ticks_after = 0
-                self.groups[world.generation] = Group(world)
+                self.groups[world.generation] = Group(world, self.links.cut)
                 for placement in world.members:
                     self._send(placement.worker, effect)
                     if self._reaches(placement.worker.host):
@@ -334,6 +334,8 @@ class Job:
                     self.restart.host_reports.gates.update(reached)
                 elif isinstance(effect, t.End) and effect.at_tick is None:
                     self.restart.host_reports.ends.update(reached)
+            case t.ProbeLinks():
+                self.links.order(effect)
             case t.EndJob():
                 self.end = effect
                 self.judge.end(effect)
@@ -386,6 +388,8 @@ class Job:
             self.deliver(t.HostsDiscovered(tuple(hosts)))
         elif kind == "cut ones gone":
             self.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.partition)))
+        elif kind == "links":
+            self.links.strike()
         elif kind == "driver":
             self.restart.die()
         elif kind == "driver in the middle":
@@ -425,6 +429,7 @@ class Job:
         self.reached[f"fault {kind}"] += 1
 
     def _all_is_well_again(self) -> None:
+        self.links.cut.clear()
         while self.partition.cuts and self.end is None:
             self.partition.heal(self.rng.choice(list(self.partition.cuts)))
             while self.restart.is_down:  # the driver was about to die

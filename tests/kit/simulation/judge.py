@@ -95,6 +95,8 @@ class Judge:
             return  # unreachable when a newer world was made: commits of this worker alone do not count any more
         if worker is None or worker.commit is None or self.job.exits or self.job.lost or self.job.partition.cuts:
             return  # no commit, or a death that the core cannot know of yet
+        if self.job.m.ledger.links.cut:
+            return  # it may be the only one behind a cut link
         held = [w.commit[0] for w in stay if w.commit is not None]
         if held:
             assert max(held) >= worker.commit[0], "I15: the drained worker takes a commit with it"

@@ -15,6 +15,45 @@ if TYPE_CHECKING:
     from tests.kit.simulation.job import Job
 
 
+HOSTS = ("a", "b", "c")
+
+
+class Links:
+    """Links between hosts that reach the driver, but not each other, and the probes of their agents."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.cut: set[frozenset[str]] = set()
+        self._probes: list[tuple[float, str, int, tuple[str, ...]]] = []
+
+    def strike(self) -> None:
+        """Cut a link, or all links between one host and the others, or between all hosts."""
+        job = self.job
+        hosts = job.rng.sample(HOSTS, len(HOSTS))
+        found = job.rng.choice(((hosts[:2],), (hosts[:2], hosts[::2]), (hosts[:2], hosts[::2], hosts[1:])))
+        self.cut.update(map(frozenset, found))
+
+    def order(self, order: t.ProbeLinks) -> None:
+        self._probes = [(self.job.now, host, order.number, peers) for host, peers in order.peers]
+
+    def something_happens(self) -> bool:
+        """Let an agent answer, or a link be restored. Return False if nothing happened."""
+        job = self.job
+        if self.cut and job.rng.random() < 0.05:
+            self.cut.remove(job.rng.choice(sorted(self.cut, key=sorted)))
+            job.reached["link restored"] += 1
+            return True
+        self._probes = [probe for probe in self._probes if job.agents.get(probe[1]) == "up"]
+        if not self._probes or job.rng.random() < 0.3:
+            return False
+        _, host, number, peers = self._probes.pop(job.rng.randrange(len(self._probes)))
+        if host in job.partition:
+            return True  # its message is lost
+        answers = {peer for peer in peers if frozenset((host, peer)) not in self.cut and job.agents.get(peer) == "up"}
+        job.deliver(t.LinksProbed(host, number, tuple(peer for peer in peers if peer not in answers)))
+        return True
+
+
 @dataclass
 class Cut:
     """Partition of one host."""
@@ -114,14 +153,14 @@ class Partition:
             job.reached["back while the next one is stopped"] += 1
         workers = job.workers_on(host)
         reports = {worker: worker.report() for worker in workers}
-        messages = [message for worker in workers for message in (worker.heartbeat(), *reports[worker][1])]
+        messages = [message for worker in workers for message in (worker.heartbeat(job.now), *reports[worker][1])]
         for worker in workers:
             worker.up.clear()
         job.reached["healed in time"] += bool(workers)
         at_once = job.rng.random() < 0.5
         if not at_once:
             for worker in workers:
-                worker.up.extend((worker.heartbeat(), *reports[worker][1]))
+                worker.up.extend((worker.heartbeat(job.now), *reports[worker][1]))
         job.agent_joins(
             host, tuple((worker.id, reports[worker][0]) for worker in workers), tuple(messages) if at_once else ()
         )

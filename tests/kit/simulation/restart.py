@@ -119,7 +119,7 @@ class Restart:
             takeover.joined(host, host_report)
             joined = job.joined(host, tuple((w.id, reports[w.id][0]) for w in workers))
             joined_and_attached = [joined, *job.attached_on(host)]
-            sent = [message for worker in workers for message in (worker.heartbeat(), *reports[worker.id][1])]
+            sent = [message for w in workers for message in (w.heartbeat(self.job.now), *reports[w.id][1])]
             events += [*self.host_reports.exits.get(host, []), *joined_and_attached, *sent]
             if host in self.host_reports.notices:
                 events.append(self.host_reports.notices[host])

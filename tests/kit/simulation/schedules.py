@@ -108,6 +108,8 @@ class EventMaker:
         if any(host.agent != "none" for host in m.hosts.values()):
             some += [(self._agent_lost, 0.4), (self._unreachable, 0.5), (self._host_draining, 0.2)]
             some.append((self._all_unreachable, 0.1))
+        if m.ledger.links.asked:
+            some.append((self._probed, 8.0))
         if self.away:
             some.append((self._reachable_again, 3.0))
         workers = list(m.workers.values())
@@ -212,6 +214,13 @@ class EventMaker:
 
     def _host_draining(self, m: Membership) -> t.Event:
         return t.HostDraining(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]), "SIGTERM")
+
+    def _probed(self, m: Membership) -> t.Event:
+        """Answer for an agent: mostly a link that was cut still is, and sometimes another one is, or several."""
+        links, rng = m.ledger.links, self.rng
+        host = rng.choice(list(links.asked))
+        cut = [peer for peer in links.asked[host] if rng.random() < (0.6 if (host, peer) in links.cut else 0.2)]
+        return t.LinksProbed(host, links.number, tuple(cut))
 
     # ------------------------------------------------------------------------------------------------ workers
 
@@ -390,4 +399,6 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),
         t.HostDraining("z", "?"),
+        t.LinksProbed("z", generation, ("a",)),
+        t.LinksProbed(worker.host, 0, ("a", "b", "c", "d")),
     ]

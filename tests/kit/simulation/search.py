@@ -64,6 +64,7 @@ class Budget(NamedTuple):
     notices: int = 0  # a host has a preemption notice
     removals: int = 0  # discovery removes a host
     stops: int = 0  # a signal stops the job
+    links: int = 0  # the hosts reach the driver, but not each other
 
     @property
     def faults(self) -> float:
@@ -157,8 +158,10 @@ class World:
         self.made: t.CommitId | None = None  # the newest commit that all members of a generation have sealed
         self.waits_since: float | None = None  # for a retained commit
         self.dies_at: dict[str, float] = {}  # when the workers of an unreachable host have stopped
+        self.is_parted = False  # the hosts cannot reach each other
         self.beaten = False  # the workers have shown that they live since time has passed
         self.transition: Transition | None = None
+        self.probes: tuple[t.LinksProbed, ...] = ()  # answers of agents in the present step
 
     def copy(self) -> World:
         other = object.__new__(World)
@@ -178,7 +181,7 @@ class World:
             yield "discovery", lambda w: w.tell(t.HostsDiscovered(w.hosts))
             return
         answers = [*self._agents(), *(action for slot_id in list(self.workers) for action in self._worker(slot_id))]
-        answers += self._beats()
+        answers += [*self._beats(), *self._links()]
         answers = self._representative(answers)
         yield from answers
         deadline = next_deadline(self.m)
@@ -272,6 +275,18 @@ class World:
         if not self.beaten and any(worker.suspect_at is not None for worker in self.m.workers.values()):
             yield "all live", World._beat
 
+    def _links(self) -> Iterator[tuple[str, Callable[[World], None]]]:
+        if self.is_parted:
+            yield "the hosts reach each other again", World._unite
+            for slot_id, worker in self.workers.items():
+                stands = worker.at == "in" and self.agents.get(slot_id.host) == "up" and self._is_split(worker)
+                if stands and worker.end != NOW and not self.m.workers[self._id(slot_id)].still_s:
+                    yield f"{slot_id} stands still", lambda w, slot_id=slot_id: w._stand(slot_id)  # type: ignore[misc]
+
+    def _is_split(self, worker: Worker) -> bool:
+        """Return True if the worker's world is on hosts that cannot reach each other."""
+        return self.is_parted and len({slot_id.host for slot_id in self.groups[worker.generation].ticks}) > 1
+
     def _faults(self) -> Iterator[tuple[str, Callable[[World], None]]]:
         budget = self.budget
         living = [
@@ -308,6 +323,8 @@ class World:
                 yield f"REMOVE {host}", lambda w, host=host: w._discovery(w.named - {host})  # type: ignore[misc]
         if len(self.named) < len(self.hosts):
             yield "ADD all hosts", lambda w: w._discovery(frozenset(host.name for host in w.hosts))
+        if budget.links and len(up) > 1:
+            yield "PART the hosts", World._part
         if budget.stops:
             yield "STOP", lambda w: w._stop()
 
@@ -324,9 +341,8 @@ class World:
         self._old_messages_have_no_effect(before, event)
         self.m = transition.next
         waits = isinstance(self.m.phase, Waiting) and self.m.phase.retained_since is not None
-        publishes = False
+        self.probes = ()
         for effect in transition.effects:
-            publishes |= isinstance(effect, t.World)
             self._carry_out(effect)
         if not waits:
             self.waits_since = None
@@ -339,6 +355,8 @@ class World:
             or self.agents
             or (not self.named)
         ), "I7: nothing is awaited, and no time limit runs"
+        if self.probes:
+            self.tell(*self.probes)  # the time that they take makes no difference
 
     def _old_messages_have_no_effect(self, before: Membership, event: t.Event) -> None:
         """Check I1: what a worker says about an older generation than the newest one changes no decision."""
@@ -385,6 +403,8 @@ class World:
                 self._order_all(generation, order="open")
             case t.Terminate(generation):
                 self._order_all(generation, order="stop", signal=15)
+            case t.ProbeLinks(number, peers):
+                self.probes = tuple(t.LinksProbed(host, number, its if self.is_parted else ()) for host, its in peers)
 
     def _order(self, worker: t.WorkerId, **changes: Any) -> None:
         known = self.workers.get(worker.slot_id)
@@ -525,6 +545,8 @@ class World:
         ticks = group.ticks[slot_id]
         if worker.left or worker.raised or worker.end in (ticks, NOW) or type(self.m.phase) is Finishing:
             return False
+        if self._is_split(worker) and all(other <= ticks for other in group.ticks.values()):
+            return False  # a collective that has ended for one member ends for all
         if worker.answered is not None and worker.end is None and ticks > worker.answered:
             return False
         if ticks >= self.bounds.ticks:
@@ -538,7 +560,7 @@ class World:
         """Return True if no fault is on its way to the core."""
         is_well = all(w.at not in ("dead", "frozen") and not w.raised for w in self.workers.values())
         is_well = is_well and all(w.gone != "failed" for w in self.m.workers.values())
-        return is_well and set(self.agents.values()) <= {"up", "asked", "stopping"}
+        return is_well and set(self.agents.values()) <= {"up", "asked", "stopping"} and not self.is_parted
 
     def _is_fair(self, worker: Worker) -> bool:
         """Return True if nothing can come between a tick and its report that would make a difference."""
@@ -695,6 +717,17 @@ class World:
         self._forget_groups()
         self._joins(host, tuple(workers), tuple(more))
 
+    def _part(self) -> None:
+        self.budget, self.is_parted = self.budget._replace(links=self.budget.links - 1), True
+
+    def _unite(self) -> None:
+        self.is_parted = False
+
+    def _stand(self, slot_id: t.SlotId) -> None:
+        worker, known = self.workers[slot_id], self.m.workers[self._id(slot_id)]
+        stamp = t.Stamp(t.Place.TRAIN, worker.generation, known.ticks, known.commit, still_s=1.0)
+        self.tell(t.FromWorker(self._id(slot_id), stamp))
+
     def _notice(self, host: str) -> None:
         self.budget = self.budget._replace(notices=self.budget.notices - 1)
         self.tell(t.HostDraining(host, "SIGTERM"))
@@ -837,7 +870,15 @@ class Key:
             distance if self._distance else None,
             self._until(ledger.quiet_until),
             ledger.is_broken,
+            self._links(),
         )
+
+    def _links(self) -> Any:
+        links = self._m.ledger.links
+        next_order_at = links.asked_at + (0.65 if links.asked else 0.4) * self._m.policy.heartbeat_timeout_s
+        still = any(w.still_s for w in self._m.workers.values() if w.joined == self._m.generation)
+        apart = tuple(sorted((host, self._until(until)) for host, until in links.apart.items()))
+        return tuple(sorted(links.cut)), apart, tuple(sorted(links.asked)), self._until(next_order_at), still
 
     def _phase(self) -> Any:
         m = self._m
@@ -926,6 +967,7 @@ class Key:
             tuple(sorted((host, self._since(at)) for host, at in world.dies_at.items())),
             tuple(sorted(world.named)),
             world.beaten,
+            world.is_parted,
         )
         groups = tuple(
             (
@@ -981,6 +1023,7 @@ class Key:
             tuple(sorted((host, self._since(at)) for host, at in c._leases.items())),
             tuple(sorted((host, self._since(at)) for host, at in c._notices.items())),
             (c._over, c._stopped, c._stands_still),
+            tuple(sorted(c._cut)),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,8 +38,11 @@ class Script:
 class Group:
     """The process group of a generation: collectives complete when all members have arrived."""
 
-    def __init__(self, world: t.World) -> None:
+    def __init__(self, world: t.World, cut_links: Collection[frozenset[str]] = ()) -> None:
+        """``cut_links``: pairs of hosts that cannot reach each other, as it is now."""
         self.world = world
+        self._cut_links = cut_links
+        self._hosts = {placement.worker.host for placement in world.members}
         self.arrived: dict[object, dict[t.WorkerId, Content]] = {}
         self.cut: set[t.WorkerId] = set()  # members whose sockets are closed
         self.synced: dict[t.WorkerId, Content] = {}  # the content from which each member began to train
@@ -70,6 +73,8 @@ class Group:
         return min(commit for worker, commit in self.sealed.items() if worker not in self.out)
 
     def complete(self, key: object) -> bool:
+        if self._cut_links and any(link <= self._hosts for link in self._cut_links):
+            return False
         parties = self.world.keepers if key == "sync" else ()
         return len(self.arrived.get(key, ())) == len(parties or self.world.members)
 
@@ -136,6 +141,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._main = self._run()
+        self._moved, self._moved_at = (t.Place.BOOT, 0, 0), 0.0
         self._restore()  # from the retained commit of its slot
         self.noticed = self.rng.random() < 0.5  # True: the worker detects the closed socket of another one by itself
 
@@ -430,7 +436,10 @@ class Worker:
         given = world.generation if world is not None else 0
         return given, [event for event in self.lasting if getattr(event.body, "generation", -1) == given]
 
-    def heartbeat(self) -> t.FromWorker:
+    def heartbeat(self, now: float) -> t.FromWorker:
         commit, previous = (held[0] if held else None for held in (self.commit, self.retained.previous))
         place, generation = self.sentinel.place, self.sentinel.generation
-        return t.FromWorker(self.id, t.Stamp(place, generation, self.ticks, commit, previous=previous))
+        if self._moved != (place, generation, self.ticks):
+            self._moved, self._moved_at = (place, generation, self.ticks), now
+        stamp = t.Stamp(place, generation, self.ticks, commit, previous=previous, still_s=now - self._moved_at)
+        return t.FromWorker(self.id, stamp)

@@ -1,0 +1,292 @@
+"""Cut links between hosts that the driver reaches: how they are found, and which part of the workers trains on.
+
+A world with a cut link stands still without an error: its next collective waits, or its groups are never complete. So
+when a member has not moved for a part of ``--heartbeat-timeout``, or a generation has failed and no death explains it,
+the agents of its hosts probe each other. A probe is a TCP connection to an agent's copy server, which the kernels of
+both hosts open: no slow, stopped or hung process is taken for a cut link. It is tried several times, because packets
+may be lost. One host of each pair probes the other.
+
+If a link in the world is cut, the generation ends, and the next world has the largest part of the workers whose hosts
+can all reach each other and that has the job's state. The other hosts are *apart*. A link that is cut is probed until
+it answers. Then the workers behind it join like newcomers, but not before the end of their host's cooldown, which
+doubles for a link that is cut again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import chain
+from math import inf
+
+from msgspec.structs import replace
+
+from elasticstate.core import event_file, types as t
+from elasticstate.core.commits import has_job_state
+from elasticstate.core.state import (
+    Draft,
+    Failure,
+    Finishing,
+    Forming,
+    Link,
+    Membership,
+    Over,
+    Running,
+    Worker,
+    is_live,
+    living_members,
+)
+from elasticstate.core.types import listed
+
+# --------------------------------------------------------------------------------------------------------------- probes
+
+
+_DOUBTED = 0.25  # parts of --heartbeat-timeout without a movement of a member, before links are probed
+_ANSWER = 0.4  # for an answer, and at least between two orders
+_LATE = 0.25  # more, for agents that do not send what they have found
+_MOST_PEERS = 64  # that one agent probes at a time; more hosts take turns
+
+
+def probe(d: Draft) -> None:
+    """Order probes: of all links of a world that may stand still because one is cut, and of those that are cut."""
+    awaits_others = isinstance(d.phase, Forming) and not is_live(d)
+    if d.now < _next_order_at(d) or awaits_others or isinstance(d.phase, Finishing | Over):
+        return
+    pairs = [pair for pair in d.ledger.links.cut if _have_agents(d, pair)]
+    if _is_doubted(d):
+        pairs += _pairs(d, {worker.id.host: None for worker in d.members()})
+    _order(d, pairs)
+
+
+def probe_all(d: Draft) -> None:
+    """Order probes of all links between the hosts of a world that has ended, and whose members stay."""
+    _order(d, _pairs(d, {worker.id.host: None for worker in d.members() if not worker.draining}))
+
+
+def link_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
+    """Yield the times of the next order, and those from which hosts that were apart may join."""
+    links = d.ledger.links
+    if isinstance(d.phase, Finishing | Over):
+        return
+    if links.cut or links.asked or _is_doubted(d):
+        yield "next probes of links", _next_order_at(d)
+    for host, until in links.apart.items():
+        yield f"host {host} was apart", until
+
+
+def explains_nothing_yet(d: Draft, phase: Forming) -> bool:
+    """Return True if the generation has failed without a known cause, and no probes were ordered since then."""
+    failure = phase.failure
+    is_unexplained = failure is not None and failure.kind == "reported" and not failure.hang
+    return is_unexplained and d.ledger.links.asked_at < phase.since
+
+
+def are_awaited(d: Draft, phase: Forming) -> bool:
+    """Return True while the next world waits for answers, which may say who cannot be in it."""
+    is_due = phase.failure is not None and phase.failure.kind in ("reported", "link")
+    return is_due and bool(d.ledger.links.asked) and d.now < answers_until(d)
+
+
+def answers_until(d: Draft) -> float:
+    """Return the time until which agents may answer the last order."""
+    return d.ledger.links.asked_at + (_ANSWER + _LATE) * d.policy.heartbeat_timeout_s
+
+
+def _next_order_at(d: Draft) -> float:
+    links = d.ledger.links
+    return answers_until(d) if links.asked else links.asked_at + _ANSWER * d.policy.heartbeat_timeout_s
+
+
+def _is_doubted(d: Draft) -> bool:
+    """Return True if its agent has seen that a member of the world has not moved for too long."""
+    limit_s, places = _DOUBTED * d.policy.heartbeat_timeout_s, (t.Place.REGROUP, t.Place.TRAIN)
+    return is_live(d) and any(w.still_s >= limit_s and w.place in places and w.ready is None for w in d.members())
+
+
+def _pairs(d: Draft, hosts: Iterable[str]) -> list[Link]:
+    """Return each pair of these hosts once, with the host that probes the other one: each of them those that follow it
+    in a ring. If they are too many, each order has some of them."""
+    ring = [host for host in hosts if _have_agents(d, (host,))]
+    half = len(ring) // 2
+    turns = max(1, -(-half // _MOST_PEERS))
+    distances = range(1 + d.ledger.links.number % turns, half + 1, turns)
+    return [
+        (host, ring[(at + distance) % len(ring)])
+        for at, host in enumerate(ring)
+        for distance in distances
+        if 2 * distance < len(ring) or at < half  # else both hosts of a pair would probe it
+    ]
+
+
+def _have_agents(d: Draft, hosts: Iterable[str]) -> bool:
+    return all(name in d.hosts and d.hosts[name].agent == "joined" for name in hosts)
+
+
+def _order(d: Draft, pairs: list[Link]) -> None:
+    if not pairs:
+        if d.ledger.links.asked and d.now >= answers_until(d):
+            d.update_ledger(links=replace(d.ledger.links, asked={}))
+        return
+    peers: dict[str, dict[str, None]] = {}
+    for host, peer in pairs:
+        peers.setdefault(host, {})[peer] = None
+    asked = {host: tuple(its) for host, its in peers.items()}
+    number = d.ledger.links.number + 1
+    d.update_ledger(links=replace(d.ledger.links, number=number, asked=asked, asked_at=d.now))
+    d.effects.append(t.ProbeLinks(number, tuple(asked.items()), _ANSWER * d.policy.heartbeat_timeout_s))
+
+
+def probed(d: Draft, event: t.LinksProbed) -> None:
+    """Record the answer of an agent. A cut link in the present world breaks its generation."""
+    links = d.ledger.links
+    if event.number != links.number or event.host not in links.asked:
+        return
+    cut, hosts = dict(links.cut), {worker.id.host for worker in d.members()}
+    for peer in links.asked[event.host]:
+        link = (event.host, peer)
+        if peer not in event.cut:
+            if link in cut:
+                d.note(event_file.LinkRestored, host=event.host, peer=peer, seconds=round(d.now - cut.pop(link), 3))
+        elif link not in cut:
+            cut[link] = d.now
+            d.note(event_file.LinkCut, host=event.host, peer=peer)
+            if hosts.issuperset(link) and not isinstance(d.phase, Finishing):
+                d.broken.append(Failure(t.RootCause(text_of(link), generation=d.generation), "link"))
+    asked = {host: peers for host, peers in links.asked.items() if host != event.host}
+    d.update_ledger(links=replace(links, cut=cut, asked=asked))
+
+
+def host_lost(d: Draft, host: str) -> None:
+    """Forget the links of a host whose agent is lost: when it is back, perhaps at another address, they are tried."""
+    links = d.ledger.links
+    if links.asked or links.cut or links.apart:
+        cut = {link: since for link, since in links.cut.items() if host not in link}
+        apart = {name: until for name, until in links.apart.items() if name != host}
+        pairs = ((name, tuple(peer for peer in peers if peer != host)) for name, peers in links.asked.items())
+        asked = {name: peers for name, peers in pairs if peers and name != host}
+        d.update_ledger(links=replace(links, cut=cut, asked=asked, apart=apart))
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+_MOST_EXACT = 20  # hosts with cut links, of which the best part is found by an exact search
+
+
+def beyond(d: Draft) -> frozenset[str]:
+    """Return the hosts whose workers are not in the next world because of links. A host that was apart does not join a
+    world that trains before the end of its cooldown."""
+    trains = isinstance(d.phase, Running)
+    return cut_off(d).union(host for host, until in d.ledger.links.apart.items() if trains and d.now < until)
+
+
+def cut_off(m: Draft | Membership) -> frozenset[str]:
+    """Return the hosts that cannot reach a host of the next world: that of the members while they train, else of the
+    largest part of the READY workers."""
+    if not m.ledger.links.cut:
+        return frozenset()
+    members = {worker.id.host for worker in living_members(m)} if isinstance(m.phase, Running) else set()
+    behind = _behind(m, members)
+    ready = [w for w in m.workers.values() if w.ready is not None and not (w.gone or w.draining)]
+    ready = [worker for worker in ready if worker.id.host not in behind]
+    holders = ready if members or m.shards.layouts else _holders(m, ready)
+    return behind | _behind(m, members | _largest_part(m, ready, {worker.id for worker in holders}))
+
+
+def enemies(m: Draft | Membership, host: str) -> set[str]:
+    """Return the hosts to which the link of this host is cut, in either direction."""
+    return {name for link in m.ledger.links.cut if host in link for name in link if name != host}
+
+
+def reason(m: Draft | Membership, host: str) -> str:
+    """Return why this host is apart."""
+    return listed((text_of(link) for link in m.ledger.links.cut if host in link), "; ", 3)
+
+
+def text_of(link: Link) -> str:
+    host, peer = link
+    return f"host {host} gets no answer from host {peer}"
+
+
+def lines(m: Draft | Membership, now: float) -> list[str]:
+    """Return one line for each cut link."""
+    return [f"{text_of(link)}, for {now - since:.1f} s" for link, since in m.ledger.links.cut.items()]
+
+
+def _behind(m: Draft | Membership, hosts: set[str]) -> frozenset[str]:
+    """Return the hosts outside of ``hosts`` to which a link of one of them is cut."""
+    found = (link for link in m.ledger.links.cut if not hosts.isdisjoint(link))
+    return frozenset(chain.from_iterable(found)) - hosts
+
+
+def _holders(m: Draft | Membership, ready: list[Worker]) -> list[Worker]:
+    """Return the READY workers of which one must be in the next world, so that no commit that all members have sealed
+    is lost: those of the newest world that had the job's state there; without any, those with the newest commit."""
+    newest = max(map(_held, ready), default=None)
+    return [w for w in ready if has_job_state(m, w)] or [w for w in ready if _held(w) == newest]
+
+
+def _held(worker: Worker) -> t.CommitId:
+    return (worker.ready.commit if worker.ready is not None else None) or t.CommitId(0, 0)
+
+
+def _largest_part(m: Draft | Membership, workers: list[Worker], holders: set[t.WorkerId]) -> set[str]:
+    """Return the hosts of the most workers, up to ``--max-np``, whose hosts can all reach each other, with a holder.
+
+    Of equal parts, that with the oldest worker with the newest commit; then that of the oldest workers.
+    """
+    on: dict[str, list[Worker]] = {}
+    for worker in workers:
+        on.setdefault(worker.id.host, []).append(worker)
+    foes = {host: found for host in on if (found := enemies(m, host) & on.keys())}
+    free = on.keys() - foes.keys()
+    limit = inf if m.policy.max_np is None else m.policy.max_np
+
+    def size(part: Set[str]) -> tuple[bool, float]:
+        inside = [worker for host in part | free for worker in on[host]]
+        return any(worker.id in holders for worker in inside), min(limit, len(inside))
+
+    def preference(part: Set[str]) -> tuple[tuple[t.CommitId, int], list[int], list[int]]:
+        inside = [worker for host in part | free for worker in on[host]]
+        newest = max((_held(worker), -worker.age) for worker in inside)
+        ages = [-age for age in sorted(worker.age for worker in inside)]
+        return newest, ages, [-order for order in sorted(m.hosts[host].order for host in part)]
+
+    if not foes:
+        return set(on)
+    parts = list(_parts(foes)) if len(foes) <= _MOST_EXACT else _greedy_parts(foes, on, holders)
+    sizes = list(map(size, parts))
+    return free | max((part for part, found in zip(parts, sizes, strict=True) if found == max(sizes)), key=preference)
+
+
+def _parts(foes: Mapping[str, set[str]]) -> Iterator[set[str]]:
+    """Yield all largest sets of hosts without foes in the set, and some smaller ones."""
+
+    def within(hosts: set[str]) -> Iterator[set[str]]:
+        worst = max(sorted(hosts), key=lambda host: len(foes[host] & hosts), default="")
+        if not hosts or not foes[worst] & hosts:
+            yield hosts
+            return
+        yield from within(hosts - {worst})
+        yield from within(hosts - foes[worst])
+
+    yield from within(set(foes))
+
+
+def _greedy_parts(
+    foes: Mapping[str, set[str]], on: Mapping[str, list[Worker]], holders: set[t.WorkerId]
+) -> list[set[str]]:
+    """Return sets of hosts without foes in the set: those with few foes, then those with many workers, come first.
+
+    One set begins with a host that has a holder, if any.
+    """
+    order = sorted(foes, key=lambda host: (len(foes[host]), -len(on[host]), min(w.age for w in on[host])))
+    of_holders = [host for host in order if any(worker.id in holders for worker in on[host])]
+    return [_filled([], order, foes), _filled(of_holders[:1], order, foes)]
+
+
+def _filled(first: list[str], order: list[str], foes: Mapping[str, set[str]]) -> set[str]:
+    part: set[str] = set()
+    for host in (*first, *order):
+        if part.isdisjoint(foes[host]):
+            part.add(host)
+    return part
