@@ -4,7 +4,8 @@ A world with a cut link stands still without an error: its next collective waits
 when a member has not moved for a part of ``--heartbeat-timeout``, or a generation has failed and no death explains it,
 the agents of its hosts probe each other. A probe is a TCP connection to an agent's copy server, which the kernels of
 both hosts open: no slow, stopped or hung process is taken for a cut link. It is tried several times, because packets
-may be lost. One host of each pair probes the other.
+may be lost. One host of each pair probes the other. A link counts as cut when the other one has answered its own order,
+too: else that host may stand still as a whole, which is for ``--heartbeat-timeout`` to judge.
 
 If a link in the world is cut, the generation ends, and the next world has the largest part of the workers whose hosts
 can all reach each other and that has the job's state. The other hosts are *apart*. A link that is cut is probed until
@@ -51,15 +52,17 @@ def probe(d: Draft) -> None:
     awaits_others = isinstance(d.phase, Forming) and not is_live(d)
     if d.now < _next_order_at(d) or awaits_others or isinstance(d.phase, Finishing | Over):
         return
-    pairs = [pair for pair in d.ledger.links.cut if _have_agents(d, pair)]
+    peers = {host: {peer: None} for host, peer in d.ledger.links.cut}
     if _is_doubted(d):
-        pairs += _pairs(d, {worker.id.host: None for worker in d.members()})
-    _order(d, pairs)
+        _add_all(d, peers, {worker.id.host: None for worker in d.members()})
+    _order(d, peers)
 
 
 def probe_all(d: Draft) -> None:
     """Order probes of all links between the hosts of a world that has ended, and whose members stay."""
-    _order(d, _pairs(d, {worker.id.host: None for worker in d.members() if not worker.draining}))
+    peers: Peers = {}
+    _add_all(d, peers, {worker.id.host: None for worker in d.members() if not worker.draining})
+    _order(d, peers)
 
 
 def link_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
@@ -102,37 +105,33 @@ def _is_doubted(d: Draft) -> bool:
     return is_live(d) and any(w.still_s >= limit_s and w.place in places and w.ready is None for w in d.members())
 
 
-def _pairs(d: Draft, hosts: Iterable[str]) -> list[Link]:
-    """Return each pair of these hosts once, with the host that probes the other one: each of them those that follow it
-    in a ring. If they are too many, each order has some of them."""
-    ring = [host for host in hosts if _have_agents(d, (host,))]
+Peers = dict[str, dict[str, None]]
+"""By host: the hosts that its agent probes."""
+
+
+def _add_all(d: Draft, peers: Peers, hosts: Iterable[str]) -> None:
+    """Add each pair of these hosts once: a host probes those that follow it in a ring. If they are too many, each order
+    has some of them. All hosts get the order, also without a peer."""
+    ring = [name for name in hosts if d.hosts[name].agent == "joined"]
     half = len(ring) // 2
     turns = max(1, -(-half // _MOST_PEERS))
-    distances = range(1 + d.ledger.links.number % turns, half + 1, turns)
-    return [
-        (host, ring[(at + distance) % len(ring)])
-        for at, host in enumerate(ring)
-        for distance in distances
-        if 2 * distance < len(ring) or at < half  # else both hosts of a pair would probe it
-    ]
+    for at, host in enumerate(ring if half else ()):
+        its = peers.setdefault(host, {})
+        for distance in range(1 + d.ledger.links.number % turns, half + 1, turns):
+            if 2 * distance < len(ring) or at < half:  # else both hosts of a pair would probe it
+                its[ring[(at + distance) % len(ring)]] = None
 
 
-def _have_agents(d: Draft, hosts: Iterable[str]) -> bool:
-    return all(name in d.hosts and d.hosts[name].agent == "joined" for name in hosts)
-
-
-def _order(d: Draft, pairs: list[Link]) -> None:
-    if not pairs:
-        if d.ledger.links.asked and d.now >= answers_until(d):
-            d.update_ledger(links=replace(d.ledger.links, asked={}))
-        return
-    peers: dict[str, dict[str, None]] = {}
-    for host, peer in pairs:
-        peers.setdefault(host, {})[peer] = None
-    asked = {host: tuple(its) for host, its in peers.items()}
-    number = d.ledger.links.number + 1
-    d.update_ledger(links=replace(d.ledger.links, number=number, asked=asked, asked_at=d.now))
-    d.effects.append(t.ProbeLinks(number, tuple(asked.items()), _ANSWER * d.policy.heartbeat_timeout_s))
+def _order(d: Draft, peers: Peers) -> None:
+    links = d.ledger.links
+    if peers:
+        asked = {host: tuple(its) for host, its in peers.items()}
+        limit_s = _ANSWER * d.policy.heartbeat_timeout_s
+        d.effects.append(t.ProbeLinks(links.number + 1, tuple(asked.items()), limit_s))
+        links = replace(links, number=links.number + 1, asked=asked, unanswered=(), asked_at=d.now)
+        d.update_ledger(links=links)
+    elif links.asked and d.now >= answers_until(d):
+        d.update_ledger(links=replace(links, asked={}, unanswered=()))
 
 
 def probed(d: Draft, event: t.LinksProbed) -> None:
@@ -140,19 +139,22 @@ def probed(d: Draft, event: t.LinksProbed) -> None:
     links = d.ledger.links
     if event.number != links.number or event.host not in links.asked:
         return
-    cut, hosts = dict(links.cut), {worker.id.host for worker in d.members()}
+    cut, unanswered = dict(links.cut), list(links.unanswered)
     for peer in links.asked[event.host]:
         link = (event.host, peer)
-        if peer not in event.cut:
-            if link in cut:
-                d.note(event_file.LinkRestored, host=event.host, peer=peer, seconds=round(d.now - cut.pop(link), 3))
-        elif link not in cut:
-            cut[link] = d.now
-            d.note(event_file.LinkCut, host=event.host, peer=peer)
-            if hosts.issuperset(link) and not isinstance(d.phase, Finishing):
-                d.broken.append(Failure(t.RootCause(text_of(link), generation=d.generation), "link"))
+        if peer in event.cut and link not in cut:
+            unanswered.append(link)
+        elif peer not in event.cut and link in cut:
+            d.note(event_file.LinkRestored, host=event.host, peer=peer, seconds=round(d.now - cut.pop(link), 3))
     asked = {host: peers for host, peers in links.asked.items() if host != event.host}
-    d.update_ledger(links=replace(links, cut=cut, asked=asked))
+    hosts = {worker.id.host for worker in d.members()}
+    for link in [link for link in unanswered if link[1] not in asked]:
+        unanswered.remove(link)
+        cut[link] = d.now
+        d.note(event_file.LinkCut, host=link[0], peer=link[1])
+        if hosts.issuperset(link) and not isinstance(d.phase, Finishing):
+            d.broken.append(Failure(t.RootCause(text_of(link), generation=d.generation), "link"))
+    d.update_ledger(links=replace(links, cut=cut, asked=asked, unanswered=tuple(unanswered)))
 
 
 def host_lost(d: Draft, host: str) -> None:
@@ -162,8 +164,9 @@ def host_lost(d: Draft, host: str) -> None:
         cut = {link: since for link, since in links.cut.items() if host not in link}
         apart = {name: until for name, until in links.apart.items() if name != host}
         pairs = ((name, tuple(peer for peer in peers if peer != host)) for name, peers in links.asked.items())
-        asked = {name: peers for name, peers in pairs if peers and name != host}
-        d.update_ledger(links=replace(links, cut=cut, asked=asked, apart=apart))
+        asked = {name: peers for name, peers in pairs if name != host}
+        unanswered = tuple(link for link in links.unanswered if host not in link)
+        d.update_ledger(links=replace(links, cut=cut, asked=asked, unanswered=unanswered, apart=apart))
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

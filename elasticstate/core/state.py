@@ -206,6 +206,7 @@ class Links(Struct, frozen=True, gc=False):
     apart: Mapping[str, float] = {}  # hosts without which the world was formed: they join no world that trains until
     number: int = 0  # of the last order
     asked: Mapping[str, tuple[str, ...]] = {}  # by host: the peers of its order, until it has answered
+    unanswered: tuple[Link, ...] = ()  # that count as cut when the peer answers its order
     asked_at: float = -inf
 
 

@@ -518,6 +518,12 @@ class JobHistory:
         self._drain_ends(e["host"], e["time"])
         self._mark(e, "agent", f"agent of {e['host']} lost", reason=e["reason"])
 
+    def on_link_cut(self, e: event_file.LinkCut) -> None:
+        self._mark(e, "host", f"host {e['host']} gets no answer from host {e['peer']}")
+
+    def on_link_restored(self, e: event_file.LinkRestored) -> None:
+        self._mark(e, "host", f"host {e['host']} reaches host {e['peer']} again", seconds=e["seconds"])
+
     def _drain_ends(self, host: str, time: float) -> None:
         if host in self._drains:
             begin, reason = self._drains.pop(host)

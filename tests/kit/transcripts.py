@@ -209,7 +209,7 @@ def describe(effect: t.Effect) -> str:
         case t.StopReplication():
             return "StopReplication"
         case t.ProbeLinks(number, peers, limit_s):
-            probes = "; ".join(f"{host} to {', '.join(its)}" for host, its in peers)
+            probes = "; ".join(f"{host} to {', '.join(its) or 'none'}" for host, its in peers)
             return f"ProbeLinks {number}: {probes}, for {limit_s:g} s"
         case t.ForgetCopies(before, besides, host):
             parts = [f"before {before}", f"except {besides}" if besides else "", f"host {host}" if host else ""]

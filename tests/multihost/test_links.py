@@ -19,7 +19,7 @@ from tests.kit.series import Errors, one_after_the_other
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-NEXT_STEP_S = 0.5  # from the end of a generation to the next step
+NEXT_STEP_S = 1.0  # from the end of a generation to the next step
 
 
 def cut_both_ways(network: Network) -> None:

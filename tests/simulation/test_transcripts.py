@@ -14,6 +14,7 @@ SCENARIOS = (
     "all_unreachable",
     "below_min_np_and_back",
     "below_min_np_for_too_long",
+    "cut_link",
     "death_while_forming",
     "drain_and_death_together",
     "evicted_host",

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from elasticstate.core import links
 from elasticstate.core.accounting import ticks_of
 from elasticstate.core.types import listed
 from elasticstate.driver.job import JobState
@@ -87,6 +88,8 @@ class Charts(msgspec.Struct):
         match name:
             case "agent_lost":
                 self.mark("failure", at, f"host {fields['host']} lost: its agent {fields['reason']}")
+            case "link_cut":
+                self.mark("failure", at, links.text_of((fields["host"], fields["peer"])))
             case "hang":
                 self.mark("hang", at, fields["text"])
             case "host_draining":

@@ -72,7 +72,8 @@ class Checker:
         self._notices: dict[str, float] = {}  # hosts with a preemption notice: the end of their cooldown
         self._stands_still = False  # a member of the newest world is known to have left it
         self._probes: tuple[int, dict[str, tuple[str, ...]]] = (0, {})  # the last order, as far as it is not answered
-        self._cut: set[tuple[str, str]] = set()  # links without an answer
+        self._cut: set[tuple[str, str]] = set()  # links that are cut
+        self._unanswered: set[tuple[str, str]] = set()  # links whose peers have not answered their orders
 
     def restart(self, remains: Remains, transition: Transition) -> None:
         """Follow a new core: facts that the last core had and the new one does not receive do not count."""
@@ -81,7 +82,7 @@ class Checker:
         self._joined = {worker: known.joined for worker, known in transition.next.workers.items()}
         self._held = {}
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
-        self._probes, self._cut = (0, {}), set()
+        self._probes, self._cut, self._unanswered = (0, {}), set(), set()
         self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
         members = [placement.worker for placement in self.world.members] if self.world is not None else []
         ages = dict(zip(members, remains.ages, strict=True))  # a lost worker that returns keeps its age
@@ -146,9 +147,13 @@ class Checker:
         match event:
             case t.LinksProbed(host, known, cut) if known == number and host in asked:
                 links = {(host, peer) for peer in asked.pop(host)}
-                self._cut = (self._cut - links) | {link for link in links if link[1] in cut}
+                self._cut -= {link for link in links if link[1] not in cut}
+                self._unanswered |= {link for link in links if link[1] in cut}
+                found = {link for link in self._unanswered if link[1] not in asked}
+                self._cut, self._unanswered = self._cut | found, self._unanswered - found
             case t.AgentLost(host):
                 self._cut = {link for link in self._cut if host not in link}
+                self._unanswered = {link for link in self._unanswered if host not in link}
                 asked.pop(host, None)
                 for name, peers in list(asked.items()):
                     asked[name] = tuple(peer for peer in peers if peer != host)
@@ -340,7 +345,7 @@ class Checker:
                 assert all(len(pair) == 2 for pair in pairs)
                 assert len({*pairs}) == len(pairs) or known, "each link is probed once"
                 assert all(after.hosts[host].agent == "joined" for pair in pairs for host in pair)
-                self._probes = number, dict(peers)
+                self._probes, self._unanswered = (number, dict(peers)), set()
                 self.reached["probes of a failure"] += isinstance(after.phase, Forming)
             case t.Note(event):
                 self.reached[f"note {event}"] += 1

@@ -878,7 +878,8 @@ class Key:
         next_order_at = links.asked_at + (0.65 if links.asked else 0.4) * self._m.policy.heartbeat_timeout_s
         still = any(w.still_s for w in self._m.workers.values() if w.joined == self._m.generation)
         apart = tuple(sorted((host, self._until(until)) for host, until in links.apart.items()))
-        return tuple(sorted(links.cut)), apart, tuple(sorted(links.asked)), self._until(next_order_at), still
+        asked = tuple(sorted(links.asked)), links.unanswered
+        return tuple(sorted(links.cut)), apart, asked, self._until(next_order_at), still
 
     def _phase(self) -> Any:
         m = self._m
@@ -1024,6 +1025,7 @@ class Key:
             tuple(sorted((host, self._since(at)) for host, at in c._notices.items())),
             (c._over, c._stopped, c._stands_still),
             tuple(sorted(c._cut)),
+            tuple(sorted(c._unanswered)),
         )
 
 

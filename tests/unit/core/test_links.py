@@ -145,10 +145,20 @@ def test_a_cut_link_ends_a_world_that_waits_for_the_tick_of_a_planned_end() -> N
     script += "7.0 ready d:0#1\n7.1 answer a:0#1 in=1 ticks=9 + answer b:0#1 in=1 ticks=9 + answer c:0#1 in=1 ticks=9\n"
     m, effects = drive(script + "7.2 time", **{**THREE, "max_np": 4})
     assert m.phase_name == "FORMING(2)"
-    m, effects = drive("9.7 heartbeat b:0#1 in=1 ticks=9 still=2.5\n13.7 probed b order=1 cut=c", m)
+    m, effects = drive("9.7 heartbeat b:0#1 in=1 ticks=9 still=2.5\n13.7 probed a order=1 + probed c order=1 + probed b order=1 cut=c", m)
     end = only(effects, t.End)
     assert isinstance(end, t.End)
     assert (end.at_tick, end.cause) == (None, "host b gets no answer from host c")
+
+
+def test_a_host_that_stands_still_as_a_whole_is_not_behind_a_cut_link() -> None:
+    """Its agent does not answer either, so the heartbeat decides."""
+    m, effects = drive(STILL + "8.1 probed a order=1\n12.0 probed b order=1 cut=c", **THREE)
+    assert not effects
+    assert not drive("14.4 time", m)[1]
+    m, effects = drive("14.4 probed c order=1", m)
+    assert notes(effects, "link_cut"), "but for one that was only slow"
+    assert "End" in kinds(effects)
 
 
 def test_answers_to_older_orders_or_of_others_have_no_effect() -> None:
@@ -212,7 +222,7 @@ def test_without_the_other_host_a_restored_link_is_used_at_once() -> None:
 def test_a_host_whose_agent_was_lost_is_tried_again(host: str) -> None:
     m, _ = drive(CUT + ALL_READY + f"12.3 first a:0#1 in=2\n13.0 agent-lost {host}", **THREE)
     assert not m.ledger.links.cut
-    assert not m.ledger.links.asked
+    assert not any(m.ledger.links.asked.values())
     assert not links.enemies(m, host)
 
 
@@ -255,8 +265,8 @@ def test_max_np_limits_what_counts_as_larger() -> None:
     m = job({"a": 1, "b": 1, "c": 2}, max_np=2, np=2)
     ready = " + ".join(f"ready {worker} in=1 ticks=9 commit=1.9" for worker in ("a:0#1", "b:0#1"))
     m, effects = drive("8.0 heartbeat a:0#1 in=1 still=9", m)
-    assert peers(effects) == {"a": ("b",)}
-    m, effects = drive(f"12.0 probed a order=1 cut=b\n12.1 {ready}", m)
+    assert peers(effects) == {"a": ("b",), "b": ()}
+    m, effects = drive(f"12.0 probed a order=1 cut=b + probed b order=1\n12.1 {ready}", m)
     assert len(members(effects)) == 1, "and nobody of c was ready"
 
 
