@@ -52,7 +52,9 @@ def probe(d: Draft) -> None:
     awaits_others = isinstance(d.phase, Forming) and not is_live(d)
     if d.now < _next_order_at(d) or awaits_others or isinstance(d.phase, Finishing | Over):
         return
-    peers = {host: {peer: None} for host, peer in d.ledger.links.cut}
+    peers: Peers = {}
+    for host, peer in d.ledger.links.cut:
+        peers.setdefault(host, {})[peer] = None
     if _is_doubted(d):
         _add_all(d, peers, {worker.id.host: None for worker in d.members()})
     _order(d, peers)
@@ -70,8 +72,9 @@ def link_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     links = d.ledger.links
     if isinstance(d.phase, Finishing | Over):
         return
-    if links.cut or links.asked or _is_doubted(d):
-        yield "next probes of links", _next_order_at(d)
+    next_at = _next_order_at(d)
+    if next_at > d.now and (links.cut or links.asked or _is_doubted(d)):
+        yield "next probes of links", next_at
     for host, until in links.apart.items():
         yield f"host {host} was apart", until
 

@@ -104,6 +104,19 @@ def attach(last_digest: int = 9, **changes: object) -> tuple[Membership, list[t.
     return drive(ATTACHED.format(last_digest), m)
 
 
+# A link between two of three hosts is cut, and the world is formed without one of them.
+CUT_LINK = (
+    THREE_HOSTS
+    + """1.2 first a:0#1 in=1
+8.0 heartbeat b:0#1 in=1 ticks=9 commit=1.9 still=2.5
+8.1 probed a order=1 + probed c order=1
+12.0 probed b order=1 cut=c
+12.1 ready a:0#1 in=1 commit=1.9 ticks=9 + ready b:0#1 in=1 commit=1.9 ticks=9 + ready c:0#1 in=1 commit=1.9 ticks=9
+12.3 first a:0#1 in=2
+"""
+)
+
+
 # All workers die, and the job resumes from an older commit. Then one worker dies, and the other one finishes.
 WHOLE_JOB = """
 0.0 hosts a:2

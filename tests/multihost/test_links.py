@@ -65,6 +65,7 @@ def _goes_on(scene: Scene, struck: float, whole: int, rest: int) -> None:
     assert {found["host"], found["peer"]} in ({"a", "c"}, {"a", "e"}, {"b", "c"}, {"b", "e"})
     end = [event for event in scene.events("end") if " gets no answer from " in event["cause"]][-1]
     assert end["time"] - struck < HEARTBEAT_S
+    assert f"elasticrun: host {found['host']} gets no answer from host {found['peer']}\n" in scene.job.output
     scene.trains_with(rest)
     assert next_step_after(scene.job, end) < NEXT_STEP_S
     assert sum(host.dropped() for host in scene.network.hosts.values()) > 0

@@ -145,7 +145,10 @@ def test_a_cut_link_ends_a_world_that_waits_for_the_tick_of_a_planned_end() -> N
     script += "7.0 ready d:0#1\n7.1 answer a:0#1 in=1 ticks=9 + answer b:0#1 in=1 ticks=9 + answer c:0#1 in=1 ticks=9\n"
     m, effects = drive(script + "7.2 time", **{**THREE, "max_np": 4})
     assert m.phase_name == "FORMING(2)"
-    m, effects = drive("9.7 heartbeat b:0#1 in=1 ticks=9 still=2.5\n13.7 probed a order=1 + probed c order=1 + probed b order=1 cut=c", m)
+    m, effects = drive(
+        "9.7 heartbeat b:0#1 in=1 ticks=9 still=2.5\n13.7 probed a order=1 + probed c order=1 + probed b order=1 cut=c",
+        m,
+    )
     end = only(effects, t.End)
     assert isinstance(end, t.End)
     assert (end.at_tick, end.cause) == (None, "host b gets no answer from host c")
@@ -216,6 +219,11 @@ def test_without_the_other_host_a_restored_link_is_used_at_once() -> None:
     m, _ = drive(CUT + ALL_READY + "12.3 first a:0#1 in=2\n18.0 probed b order=2", **THREE)
     m, effects = drive("19.0 agent-lost a\n19.1 ready b:0#1 in=2 commit=2.4", m)
     assert members(effects) == ["b:0#1", "c:0#1"]
+
+
+def test_all_cut_links_of_a_host_are_probed_on() -> None:
+    effects = cut(job({"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}), [("a", "b"), ("a", "c"), ("a", "d")])
+    assert peers(effects) == {"a": ("b", "c"), "d": ("a",)}
 
 
 @pytest.mark.parametrize("host", ["b", "c"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.step import Membership, new_membership, step
-from elasticstate.driver.status import status_text
+from elasticstate.driver.status import overview_of, status_text
+from tests.kit.core import CUT_LINK, drive
 from tests.kit.policy import policy_of
 
 A, B = t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1)
@@ -85,3 +86,16 @@ def test_it_lists_hosts_in_cooldown_while_the_others_train() -> None:
     ]
     assert 14.0 < until_s < 17.0
     assert "in cooldown:" not in status("j", m, "training", 35.0 + until_s)
+
+
+def test_it_shows_links_that_are_cut_and_who_waits_for_them() -> None:
+    m, _ = drive(CUT_LINK, min_np=1)
+    assert status("j", m, "training", 12.5)[-6:] == [
+        "not in the world:",
+        "  c:0#1  ready for 0.4 s",
+        "in cooldown:",
+        "  host c: in cooldown for 9.9 s: host b gets no answer from host c",
+        "cut links:",
+        "  host b gets no answer from host c, for 0.5 s",
+    ]
+    assert overview_of("j", m, "training", 12.5)[0].cut_links == ("host b gets no answer from host c, for 0.5 s",)

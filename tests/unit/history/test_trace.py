@@ -177,6 +177,13 @@ def test_drains_and_cooldowns_of_several_hosts_overlap_in_lanes_of_their_own(tmp
     assert spans(events, "job job-1", "stalls") == [("stall: allreduce x", 10, 40)]
 
 
+def test_a_cut_link_and_its_end_are_marked(tmp_path: Path) -> None:
+    lines = EventLines(tmp_path / "e").start().host(0, "b", 1).add(5, "link_cut", host="b", peer="c")
+    events = traced(lines.add(9, "link_restored", host="b", peer="c", seconds=4.0))
+    assert (5, "host b gets no answer from host c") in marks(events)
+    assert (9, "host b reaches host c again") in marks(events)
+
+
 def test_a_clock_that_is_set_back_gives_no_negative_span(tmp_path: Path) -> None:
     lines = EventLines(tmp_path / "e").start().host(0, "a", 1).worker(10, "started", "a:0#1")
     lines.worker(4, "ready", "a:0#1").world(5, 1, ["a:0#1"]).resumed(3, 2.0).end(2, "x").exited(1, "a:0#1", 0, code=1)
