@@ -38,6 +38,7 @@ KINDS = {
     "deafen": Kind(1, (0.5, 8.0)),
     "part_from_driver": Kind(1, (0.5, 8.0)),
     "cut_two": Kind(2, (0.5, 6.0)),
+    "part_two": Kind(2, (0.5, 8.0)),
     "lose_packets": Kind(1, (1.0, 6.0)),
     "take_host": Kind(1, (0.5, 6.0)),
 }

@@ -207,6 +207,9 @@ class Strikes:
     def _part_from_driver(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         return self._rule(fault, lambda host: host.part_from(self._network["d"]))
 
+    def _part_two(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.part_from(self._host(fault.targets[1])))
+
     def _lose_packets(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         return self._rule(fault, lambda host: host.lose(fault.share))
 
