@@ -15,7 +15,7 @@ doubles for a link that is cut again and again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from itertools import chain
 from math import inf
 
@@ -50,21 +50,21 @@ _MOST_PEERS = 64  # that one agent probes at a time; more hosts take turns
 def probe(d: Draft) -> None:
     """Order probes: of all links of a world that may stand still because one is cut, and of those that are cut."""
     awaits_others = isinstance(d.phase, Forming) and not is_live(d)
-    if d.now < _next_order_at(d) or awaits_others or isinstance(d.phase, Finishing | Over):
+    if awaits_others or isinstance(d.phase, Finishing | Over):
         return
     peers: Peers = {}
     for host, peer in d.ledger.links.cut:
-        peers.setdefault(host, {})[peer] = None
-    if _is_doubted(d):
-        _add_all(d, peers, {worker.id.host: None for worker in d.members()})
-    _order(d, peers)
+        if d.hosts[host].agent == d.hosts[peer].agent == "joined":
+            peers.setdefault(host, {})[peer] = None
+    if d.now >= _next_for_all_at(d) and _is_doubted(d):
+        _order_all(d, d.members(), peers)
+    elif d.now >= _next_at(d):
+        _order(d, peers)
 
 
 def probe_all(d: Draft) -> None:
     """Order probes of all links between the hosts of a world that has ended, and whose members stay."""
-    peers: Peers = {}
-    _add_all(d, peers, {worker.id.host: None for worker in d.members() if not worker.draining})
-    _order(d, peers)
+    _order_all(d, [worker for worker in d.members() if not worker.draining], {})
 
 
 def link_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
@@ -72,9 +72,10 @@ def link_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     links = d.ledger.links
     if isinstance(d.phase, Finishing | Over):
         return
-    next_at = _next_order_at(d)
-    if next_at > d.now and (links.cut or links.asked or _is_doubted(d)):
-        yield "next probes of links", next_at
+    if links.cut or links.asked:
+        yield "probes of cut links", _next_at(d)
+    if _next_for_all_at(d) > d.now and _is_doubted(d):
+        yield "probes of all links", _next_for_all_at(d)
     for host, until in links.apart.items():
         yield f"host {host} was apart", until
 
@@ -83,7 +84,7 @@ def explains_nothing_yet(d: Draft, phase: Forming) -> bool:
     """Return True if the generation has failed without a known cause, and no probes were ordered since then."""
     failure = phase.failure
     is_unexplained = failure is not None and failure.kind == "reported" and not failure.hang
-    return is_unexplained and d.ledger.links.asked_at < phase.since
+    return is_unexplained and d.ledger.links.all_asked_at < phase.since
 
 
 def are_awaited(d: Draft, phase: Forming) -> bool:
@@ -97,9 +98,19 @@ def answers_until(d: Draft) -> float:
     return d.ledger.links.asked_at + (_ANSWER + _LATE) * d.policy.heartbeat_timeout_s
 
 
-def _next_order_at(d: Draft) -> float:
+def _next_at(d: Draft) -> float:
     links = d.ledger.links
     return answers_until(d) if links.asked else links.asked_at + _ANSWER * d.policy.heartbeat_timeout_s
+
+
+def _next_for_all_at(d: Draft) -> float:
+    """Return the time of the next order for all links: it does not wait for the answers about links that are cut."""
+    links = d.ledger.links
+    return (
+        _next_at(d)
+        if links.all_asked_at == links.asked_at
+        else links.all_asked_at + _ANSWER * d.policy.heartbeat_timeout_s
+    )
 
 
 def _is_doubted(d: Draft) -> bool:
@@ -112,10 +123,13 @@ Peers = dict[str, dict[str, None]]
 """By host: the hosts that its agent probes."""
 
 
-def _add_all(d: Draft, peers: Peers, hosts: Iterable[str]) -> None:
-    """Add each pair of these hosts once: a host probes those that follow it in a ring. If they are too many, each order
-    has some of them. All hosts get the order, also without a peer."""
-    ring = [name for name in hosts if d.hosts[name].agent == "joined"]
+def _order_all(d: Draft, members: list[Worker], peers: Peers) -> None:
+    """Order probes of all links between the hosts of these members, and of ``peers``.
+
+    A host probes those that follow it in a ring. If they are too many, each order has some of them. All hosts get the
+    order, also without a peer.
+    """
+    ring = [name for name in {member.id.host: None for member in members} if d.hosts[name].agent == "joined"]
     half = len(ring) // 2
     turns = max(1, -(-half // _MOST_PEERS))
     for at, host in enumerate(ring if half else ()):
@@ -123,6 +137,8 @@ def _add_all(d: Draft, peers: Peers, hosts: Iterable[str]) -> None:
         for distance in range(1 + d.ledger.links.number % turns, half + 1, turns):
             if 2 * distance < len(ring) or at < half:  # else both hosts of a pair would probe it
                 its[ring[(at + distance) % len(ring)]] = None
+    d.update_ledger(links=replace(d.ledger.links, all_asked_at=d.now))
+    _order(d, peers)
 
 
 def _order(d: Draft, peers: Peers) -> None:

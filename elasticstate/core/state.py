@@ -208,6 +208,7 @@ class Links(Struct, frozen=True, gc=False):
     asked: Mapping[str, tuple[str, ...]] = {}  # by host: the peers of its order, until it has answered
     unanswered: tuple[Link, ...] = ()  # that count as cut when the peer answers its order
     asked_at: float = -inf
+    all_asked_at: float = -inf  # the last order for all links of a world
 
 
 class Host(Struct, frozen=True, gc=False):

@@ -875,11 +875,13 @@ class Key:
 
     def _links(self) -> Any:
         links = self._m.ledger.links
-        next_order_at = links.asked_at + (0.65 if links.asked else 0.4) * self._m.policy.heartbeat_timeout_s
+        timeout_s = self._m.policy.heartbeat_timeout_s
+        next_at = links.asked_at + (0.65 if links.asked else 0.4) * timeout_s
+        for_all_at = next_at if links.all_asked_at == links.asked_at else links.all_asked_at + 0.4 * timeout_s
         still = any(w.still_s for w in self._m.workers.values() if w.joined == self._m.generation)
         apart = tuple(sorted((host, self._until(until)) for host, until in links.apart.items()))
         asked = tuple(sorted(links.asked)), links.unanswered
-        return tuple(sorted(links.cut)), apart, asked, self._until(next_order_at), still
+        return tuple(sorted(links.cut)), apart, asked, self._until(next_at), self._until(for_all_at), still
 
     def _phase(self) -> Any:
         m = self._m

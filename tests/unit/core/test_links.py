@@ -221,6 +221,16 @@ def test_without_the_other_host_a_restored_link_is_used_at_once() -> None:
     assert members(effects) == ["b:0#1", "c:0#1"]
 
 
+def test_while_a_cut_link_is_probed_another_one_is_found_in_time() -> None:
+    m, _ = drive(CUT + ALL_READY + "12.3 first a:0#1 in=2\n14.0 time", **THREE)
+    m, effects = drive("14.0 heartbeat a:0#1 in=2 ticks=1 commit=2.1\n17.0 heartbeat a:0#1 in=2 ticks=1 still=3", m)
+    assert peers(effects) == {"b": ("c",), "a": ("b",)}
+    m, effects = drive("21.0 probed a order=3 cut=b + probed b order=3 cut=c", m)
+    end = only(effects, t.End)
+    assert isinstance(end, t.End)
+    assert end.cause == "host a gets no answer from host b"
+
+
 def test_all_cut_links_of_a_host_are_probed_on() -> None:
     effects = cut(job({"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}), [("a", "b"), ("a", "c"), ("a", "d")])
     assert peers(effects) == {"a": ("b", "c"), "d": ("a",)}
