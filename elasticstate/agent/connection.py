@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections import deque
+from contextlib import suppress
 
 from elasticstate.core.register import Vote, accept, prepare
 from elasticstate.failures import signal_name
@@ -15,7 +16,9 @@ from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.messages import JobSpec, Launch
 from elasticstate.net.trust import Trust
 
-_FIRST_PAUSE_S = 0.05  # before the second attempt; doubled after each attempt, up to _LONGEST_PAUSE_S
+_FIRST_PAUSE_S = 0.05  # before the second attempt; doubled after each attempt
+_SHORT_PAUSE_S = 0.2  # the longest one in the first _SOON_S: a new driver may begin soon
+_SOON_S = 10.0
 _LONGEST_PAUSE_S = 1.0
 
 
@@ -74,10 +77,12 @@ class DriverConnection:
 
     async def _seek(self, addresses: tuple[str, ...], deadline: float) -> messages.JobSpec:
         """Dial one driver, again and again until the deadline."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, began = _FIRST_PAUSE_S, self._loop.time()
         while True:
             try:
-                return await self._greet(addresses, deadline)
+                if (spec := await self._greet(addresses, deadline)) is not None:
+                    return spec
+                left_s, pause_s = deadline - self._loop.time(), _FIRST_PAUSE_S
             except Refused:
                 raise
             except ConnectionError:
@@ -85,9 +90,11 @@ class DriverConnection:
                 if left_s <= 0 or not self.is_sought:
                     raise
             await asyncio.sleep(min(pause_s, left_s))  # the last attempt is at the end
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            is_soon = self._loop.time() < began + _SOON_S
+            pause_s = min(2 * pause_s, _SHORT_PAUSE_S if is_soon else _LONGEST_PAUSE_S)
 
-    async def _greet(self, addresses: tuple[str, ...], deadline: float) -> messages.JobSpec:
+    async def _greet(self, addresses: tuple[str, ...], deadline: float) -> messages.JobSpec | None:
+        """Return the first message of a driver, or None after an election: its winner has to be dialled again."""
         timeout_s = min(self._launch.connect_timeout_s, max(0.1, deadline - self._loop.time()))
         stream = await DriverStream.dial(addresses, self.trust, timeout_s)
         try:
@@ -98,10 +105,12 @@ class DriverConnection:
                 answer = await self._answer(stream, timeout_s)
                 if not isinstance(answer, messages.NotLeading):
                     return self._accepted(stream, answer, addresses)
-            while isinstance(answer, messages.VoteRequest):  # it may be elected
-                self._vote_on(stream, answer)
-                answer = await self._answer(stream, max(0.1, deadline - self._loop.time()))
-            raise ConnectionError(f"a driver that is not elected has sent {type(answer).__name__}")
+            with suppress(ConnectionError):  # the election is over
+                while isinstance(answer, messages.VoteRequest):
+                    self._vote_on(stream, answer)
+                    answer = await self._answer(stream, max(0.1, deadline - self._loop.time()))
+            stream.abort("the election is over")
+            return None
         except BaseException:
             stream.abort("the greeting failed")
             raise

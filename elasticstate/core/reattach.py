@@ -29,7 +29,7 @@ _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driv
 class Recorded(Struct, frozen=True, kw_only=True):
     """State of a job, as its record has it for the next driver."""
 
-    epoch: int  # counts the drivers of the job, from 1; in ``Remains``, of the new driver
+    epoch: int  # counts the drivers of the job, from 1; in ``Remains``, of the new driver; 0: not elected yet
     hosts: tuple[t.HostSlots, ...] = ()  # discovery's last answer
     world: t.World | None = None  # the newest world that was published or about to be published
     ages: tuple[int, ...] = ()  # of its members, by rank

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from elasticstate.driver.dashboard.server import Dashboard
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
-_AGENTS_COME_S = 0.3  # a new driver on another machine waits so long for the last agent, or longer
+_AGENTS_COME_S = 0.5  # a new driver on another machine waits so long for the last agent, or longer
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
 _DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
@@ -145,9 +145,7 @@ class Driver:
     async def _run_in(self, directory: JobDirectory) -> int:
         try:
             if self._elected is None:
-                self._elected = await elected_here(
-                    self._options, self._must_reattach, directory.found, self._report.log
-                )
+                self._elected = await elected_here(self._options, self._must_reattach, directory, self._report.log)
             self._begin(directory)
         except BaseException:
             directory.give_back()
@@ -470,20 +468,23 @@ class Driver:
 
     async def _wait_for_agents(self, reattachment: Reattachment) -> None:
         """Wait until each agent of the previous driver is back or lost, or until a signal stops the job."""
-        limit_s = min(_REATTACH_TIMEOUT_S, self._options.driver_timeout_s)  # no agent waits for longer
-        if self._elected is not None:  # the agents have missed the driver for long enough already
-            limit_s = min(limit_s, max(_AGENTS_COME_S, self._options.heartbeat_timeout_s / 10))
-        deadline = self._loop.time() + limit_s
+        limit_s = absent_s = min(_REATTACH_TIMEOUT_S, self._options.driver_timeout_s)  # no agent waits for longer
+        elected, heartbeat_s = self._elected, self._options.heartbeat_timeout_s
+        if elected is not None:  # who lives has missed the last driver by then
+            absent_s = min(limit_s, max(_AGENTS_COME_S, heartbeat_s / 10, heartbeat_s - elected.silent_s))
+        begin = self._loop.time()
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
+            absent = [host for host in awaited if elected is not None and host not in elected.hosts]
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
             self._report.reason(self._state.reason)
-            await self._queue.wait(deadline)
+            await self._queue.wait(begin + (absent_s if absent else limit_s))
             if self._state.stopped is not None:  # there is no world to stop yet
                 self._state.outcome = self._state.stopped
                 return
-            if self._loop.time() >= deadline:
-                for host in reattachment.awaited(lost_hosts(self._queue.events)):
-                    self._agents.give_up(host, f"did not reconnect within {limit_s:g} s")
+            for limit, hosts in ((absent_s, absent), (limit_s, awaited)):
+                if self._loop.time() >= begin + limit:
+                    for host in set(hosts).intersection(reattachment.awaited(lost_hosts(self._queue.events))):
+                        self._agents.give_up(host, f"did not reconnect within {limit:g} s")
 
     # --------------------------------------------------------------------------------------------- messages of agents
 

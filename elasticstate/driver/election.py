@@ -18,7 +18,7 @@ import msgspec
 
 from elasticstate.core.register import Entry, Proposer
 from elasticstate.core.types import listed
-from elasticstate.driver.record import Record, value_of
+from elasticstate.driver.record import JobDirectory, Record, first_record, value_of
 from elasticstate.driver.votes import ReplacedError
 from elasticstate.errors import OptionError
 from elasticstate.machine import boot_id, host_name, version
@@ -37,6 +37,7 @@ class Elected(NamedTuple):
     proposer: Proposer
     record: Record
     silent_s: float  # since an agent received anything from the last driver
+    hosts: frozenset[str] = frozenset()  # of the agents that took part, and dial again
     last_places: tuple[str, ...] = ()  # where the last driver can be reached, if it lives
 
     async def tell_the_last_driver(self) -> None:
@@ -148,7 +149,8 @@ class Election:
         ages = [voter.age_s + now - at for voter, at in voters if voter.entry and voter.entry.version == newest]
         clocks = (record.clocks[0], time.time() - min(ages, default=silent_s))  # the hosts' clocks differ
         known = msgspec.structs.replace(record, token=self._token, clocks=clocks, places=())
-        return Elected(self._proposer, known, silent_s, record.places)
+        hosts = frozenset(stream.hello.host for stream in self._streams.values())
+        return Elected(self._proposer, known, silent_s, hosts, record.places)
 
     def _record_of(self, value: bytes) -> Record:
         return msgspec.msgpack.decode(value, type=Record)
@@ -249,24 +251,29 @@ class Election:
 
 
 async def elected_here(
-    options: Options, must_reattach: bool, found: Record | None, log: Callable[[str], None]
+    options: Options, must_reattach: bool, directory: JobDirectory, log: Callable[[str], None]
 ) -> Elected | None:
     """Wait until this driver leads a job whose record is kept by agents; None if there is no such job.
 
-    ``found``: the record on this machine. Raises OptionError or ReplacedError.
+    ``elasticrun status`` finds the election in the job's directory. Raises OptionError or ReplacedError.
     """
-    job = options.job_name or ""
+    job, found = options.job_name or "", directory.found
     if found is not None and found.quorums != ((found.file,),):
         places = list(zip((LOCALHOST, "0.0.0.0"), found.ports, strict=False))
         token = found.token
     elif found is None and options.listen is not None and options.standbys is not None and job:
-        places, token = [], token_of_job(options.token_file)
+        places, token = [(LOCALHOST, 0)], token_of_job(options.token_file)
     else:
         return None
     if options.listen is not None:
         places.append(split_address(options.listen))
     new_after_s = options.heartbeat_timeout_s if found is None and not must_reattach else None
-    elected = await elect(job, token, places, options.connect_timeout_s, log, found, new_after_s)
+
+    def listening(ports: tuple[int, ...]) -> None:
+        if found is None:
+            directory.write(msgspec.structs.replace(first_record(options, job), epoch=0, ports=ports))
+
+    elected = await elect(job, token, places, options.connect_timeout_s, log, listening, found, new_after_s)
     if elected is None or found is None:
         return elected.at((), options.listen) if elected is not None else None
     return elected.at(found.ports, options.listen, found.file)._replace(last_places=())
@@ -278,25 +285,28 @@ async def elect(
     places: Sequence[tuple[str, int]],
     connect_timeout_s: float,
     log: Callable[[str], None],
+    listening: Callable[[tuple[int, ...]], None] = lambda _: None,
     found: Record | None = None,
     new_after_s: float | None = None,
 ) -> Elected | None:
     """Listen at these addresses and ports until this driver leads the job. Raises OptionError or ReplacedError.
 
-    ``found``: the record on this machine. ``new_after_s``: see ``Election.won``.
+    ``listening``: gets the ports. ``found``: the record on this machine. ``new_after_s``: see ``Election.won``.
     """
     election = Election(job, token, secrets.token_hex(4), connect_timeout_s, log)
     if found is not None:
         election.add_file(found)
     try:
         try:
+            ports = []
             for place in places:
-                election.listen(*place)
+                ports.append(election.listen(*place))
         except OSError as error:
             raise OptionError(
                 f"--reattach: {job!r}: its agents dial port {place[1]}, and no driver can listen there "
                 f"({error.strerror}). Stop the process that uses this port."
             ) from None
+        listening(tuple(ports))
         return await election.won(new_after_s=new_after_s)
     finally:
         await election.close()

@@ -118,7 +118,7 @@ class JobDirectory:
                 "remove the directory."
             ) from None
         last = _read(self.path)
-        self.found = None if last is None or last.is_over else last
+        self.found = None if last is None or last.is_over or not last.epoch else last
         if self.found is None:
             self._clear(job, is_readable=last is not None)
 

@@ -103,6 +103,7 @@ def test_an_old_driver_that_was_frozen_publishes_nothing(network: Network, tmp_p
         standby_listens(job)
         job.process.send_signal(signal.SIGSTOP)
         job.wait_for_while_gone("a new driver", lambda: job.events("driver_restarted"))
+        assert job.events("driver_restarted")[0]["lost"] == []
         trains(job, 4)
         worlds = len(job.events("world_formed"))
         job.process.send_signal(signal.SIGCONT)

@@ -182,6 +182,9 @@ def test_a_job_in_pods_survives_all_that_kubernetes_does(
         job.start()
         job.wait_for_event("driver_restarted", back=sorted(job.pods))
         assert job.driver.probe("readinessProbe")
+        job.replace_driver("n2")
+        job.wait_for_event("driver_restarted", 2, back=sorted(job.pods))
+        assert job.driver.probe("readinessProbe")
         evicted = job.run_agent(3, "n3")
         assert trains_with(job, 4)["generation"] == generation + 1, "the world has gone on"
         del job.pods[evicted.name]
