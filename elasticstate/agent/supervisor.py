@@ -279,7 +279,8 @@ class Supervisor:
             if stalled_s > self._options.heartbeat_timeout_s / 2:
                 for handle in self._handles.values():
                     handle.liveness.forgive(stalled_s)  # this agent was stopped: its workers may have been, too
-            elif not self._job.launch.job_directory:  # on the driver's machine, silence only means a stopped driver
+            elif self._options.standbys is not None or not self._job.launch.job_directory:
+                # else, on the driver's machine, silence only means a stopped driver, which nobody replaces
                 self._driver.judge(now, self._options.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
