@@ -120,7 +120,8 @@ class Agent:
         await in_thread(place.serves, spec.job_id)
         if not await in_thread(Path(launch.directory).is_dir):
             raise NotADirectoryError(f"{launch.directory}, the directory of the job, does not exist on this host")
-        self._template = start_template(job)
+        is_witness = launch.is_joining and not launch.slots
+        self._template = None if is_witness else start_template(job)
         supervisor = Supervisor(job)
         self._supervision = asyncio.ensure_future(supervisor.run())
         commits = await job.lock_host()
@@ -518,10 +519,10 @@ def serve(launch: Launch, status_socket: str = "") -> NoReturn:
 
 
 def join(
-    address: str,
+    addresses: tuple[str, ...],
     token_file: str,
     name: str,
-    slots: int,
+    slots: int | None,
     *,
     wait_s: float,
     connect_timeout_s: float,
@@ -530,7 +531,7 @@ def join(
 ) -> NoReturn:
     """Serve a job whose driver did not start this agent (``elasticrun agent --join``), then exit.
 
-    ``slots`` 0: as many as this machine has. Raises OptionError.
+    ``addresses``: of drivers, one each. ``slots``: None: as many as this machine has. Raises OptionError.
     """
     try:
         token = read_token(token_file)
@@ -543,8 +544,8 @@ def join(
     launch = Launch(
         host=name,
         agent=secrets.token_hex(8),
-        slots=slots or slots_of_this_machine(),
-        addresses=(address,),
+        slots=slots_of_this_machine() if slots is None else slots,
+        addresses=addresses,
         token=token,
         connect_timeout_s=connect_timeout_s,
         wait_s=wait_s,

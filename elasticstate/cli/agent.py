@@ -22,13 +22,20 @@ def main(argv: Sequence[str]) -> int:
         "does; a second Ctrl-C kills its workers at once.",
     )
     add = parser.add_argument
-    add("--join", required=True, metavar="HOST:PORT", help="Host name and port where the driver listens.")
+    add(
+        "--join",
+        required=True,
+        metavar="HOST:PORT",
+        help="Host name and port where the driver listens. Several, separated by commas: where the next driver may "
+        "listen, too.",
+    )
     add("--token-file", required=True, metavar="F", help="Token file of the driver, or a copy of it.")
     add(
         "--slots",
         default="auto",
         metavar="N|auto",
-        help="Number of workers that may run here. auto: one for each GPU, or for each CPU core if there is no GPU; in "
+        help="Number of workers that may run here. 0: none; the agent only helps to keep the record of a job with "
+        "--standbys. auto: one for each GPU, or for each CPU core if there is no GPU; in "
         "a step of Slurm, of those that the step has.",
     )
     add(
@@ -52,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
         help="Path of a Unix socket where elasticrun status --agent PATH asks this agent for its status.",
     )
     given = parser.parse_args(argv)
-    host, port = value_of("--join", given.join, _JOIN)
-    slots = value_of("--slots", given.slots, SLOTS) or slots_of_step()
+    addresses = value_of("--join", given.join, _JOIN)
+    slots = 0 if given.slots == "0" else value_of("--slots", given.slots, SLOTS) or slots_of_step() or None
     wait_s = value_of("--wait", given.wait, SECONDS)
     if not is_host_name(given.name):
         raise OptionError(
@@ -67,9 +74,8 @@ def main(argv: Sequence[str]) -> int:
 
     allow_many_descriptors()
     keep_owner_access()
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return join(
-        address,
+        addresses,
         given.token_file,
         given.name,
         slots,
@@ -80,11 +86,14 @@ def main(argv: Sequence[str]) -> int:
     )
 
 
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, port = split_address(text)
-    if not 0 < port < 1 << 16:
-        raise ValueError(text)
-    return host, port
+def _addresses(text: str) -> tuple[str, ...]:
+    found = []
+    for part in text.split(","):
+        host, port = split_address(part)
+        if not 0 < port < 1 << 16:
+            raise ValueError(text)
+        found.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return tuple(found)
 
 
-_JOIN = Kind("HOST:PORT", "HOST:PORT, with a port number from 1 to 65535", _host_and_port)
+_JOIN = Kind("HOST:PORT", "HOST:PORT, with a port number from 1 to 65535", _addresses)

@@ -32,6 +32,7 @@ from elasticstate.net.names import (
     LOCALHOST,
     address_of,
     address_towards,
+    is_of_each_machine,
     is_this_machine,
     outward_address,
     own_addresses,
@@ -57,6 +58,7 @@ class AgentHandle:
     rack: str = ""  # named by it
     watcher: asyncio.Task[None] | None = None
     has_reported: bool = False  # its host is locked: no earlier agent of the job lives there
+    is_witness: bool = False  # has no workers, and only keeps the record
     is_stopping: bool = False  # Shutdown was sent
     is_lost: bool = False
     has_ended: bool = False  # its process on this machine
@@ -212,6 +214,8 @@ class Agents:
         """Return why no agent can be started on a host, or ""."""
         if self._dial_in:
             return ""
+        if self._spec.options.standbys is not None and is_of_each_machine(host):
+            return f"host {host!r} is another machine on each host, which --standbys does not allow"
         if reason := self._launchers.refuse(host):
             return reason
         if is_this_machine(host) or self.is_open or not self._started:
@@ -412,7 +416,8 @@ class Agents:
         if stream is not None:
             stream.reset(reason)
         self._report_dialled_in()
-        self._post(t.AgentLost(agent.host, reason, may_live))
+        if not agent.is_witness:
+            self._post(t.AgentLost(agent.host, reason, may_live))
 
     def _readmit(self, agent: AgentHandle, replacement: AgentHandle | None) -> AgentHandle:
         """Make an unreachable agent that is back the agent of its host again."""
@@ -438,6 +443,7 @@ class Agents:
         """Follow an agent that this driver has not started."""
         rack = hello.rack if is_host_name(hello.rack) else ""
         agent = AgentHandle(hello.host, hello.agent, DialledIn(), _now(), slots=hello.slots, rack=rack)
+        agent.is_witness = self._dial_in and not hello.slots
         self._agents[hello.host] = agent
         return self._follow(agent)
 
@@ -460,7 +466,7 @@ class Agents:
         if not self._has_news:
             return []
         self._has_news = False
-        agents = self._agents.values()
+        agents = [agent for agent in self._agents.values() if not agent.is_witness]
         racks = {agent.host: agent.rack or self._racks.get(without_case(agent.host), "") for agent in agents}
         slots = {agent.host: 0 if without_case(agent.host) in self._leaving else agent.slots for agent in agents}
         found = (t.HostSlots(agent.host, slots[agent.host], racks[agent.host]) for agent in agents)
@@ -552,6 +558,9 @@ class Agents:
                 agent.has_reported = True
             if isinstance(message, messages.Vote):
                 self._votes.received(agent.id, message)
+                return
+            if agent.is_witness and isinstance(message, messages.HostReport):
+                self._report_dialled_in()
                 return
             self._received(agent.host, message)
 

@@ -49,9 +49,10 @@ from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.machine import host_name
 from elasticstate.net import messages
 from elasticstate.net.messages import ReplicateOrder, ToWorkers
-from elasticstate.net.names import is_this_machine
+from elasticstate.net.names import is_of_each_machine, is_this_machine
 from elasticstate.net.trust import Strangers
 from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
+from elasticstate.options.kinds import parse_host
 from elasticstate.plug_ins import load_with_library
 from elasticstate.processes import allow_many_descriptors
 from elasticstate.threads import in_thread
@@ -87,6 +88,13 @@ class Driver:
             raise OptionError(
                 f"--commit-dir: {options.commit_dir!r}: cannot hold commits: {reason}. Choose another directory."
             )
+        if options.standbys is not None and (name := next(filter(is_of_each_machine, _names(options)), "")):
+            raise OptionError(
+                f"--standbys: host {name!r} is another machine on each host, and a new driver on another machine must "
+                "find all hosts. Name this machine as the others know it."
+            )
+        if options.standbys and options.call_directory is not None:
+            raise OptionError("--standbys: launch() waits for elasticrun on this machine. Use 0, or leave it out.")
         self._options = options
         self._must_reattach = must_reattach
         self._elected = elected
@@ -704,6 +712,10 @@ class Driver:
         )
         for host, part in parts_of(world, options, self._state.copy_servers):
             self._agents.send(host, part)
+
+
+def _names(options: Options) -> Iterator[str]:
+    return (parse_host(text, 1).name for text in options.hosts)
 
 
 def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:

@@ -29,6 +29,14 @@ def is_loopback(host: str) -> bool:
 
 
 _LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})  # hosts(5)
+
+
+def is_of_each_machine(host: str) -> bool:
+    """Return True for localhost, and for addresses of the loopback interface."""
+    name = without_case(host).removesuffix(".")
+    return name in _LOCAL_NAMES or is_loopback(name)
+
+
 _full_names: list[str] = []  # the resolver's answer, once it has arrived
 
 
@@ -39,7 +47,7 @@ def is_this_machine(host: str) -> bool:
     ends a full name.
     """
     name, own = without_case(host).removesuffix("."), without_case(socket.gethostname())
-    if name in _LOCAL_NAMES or is_loopback(name):
+    if is_of_each_machine(host):
         return True
     if name and name in (own, own.partition(".")[0], *map(without_case, _full_names)):
         return True
