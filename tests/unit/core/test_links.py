@@ -11,7 +11,7 @@ import pytest
 from elasticstate.core import links, types as t
 from elasticstate.core.state import Membership
 from elasticstate.core.step import next_deadline, waiting_for
-from tests.kit.core import drive, kinds, notes, only, published
+from tests.kit.core import ALL_KEPT, NEWER, attach, drive, kinds, notes, only, published
 
 THREE = {"np": 3, "min_np": 1, "max_np": 3}
 RUNNING = """
@@ -339,3 +339,20 @@ def test_the_parts_agree_with_a_naive_second_implementation() -> None:
         found = {place.worker.host for place in published(effects).members}
         assert len(published(effects).members) == best
         assert not any(one in found and other in found for one, other in pairs)
+
+
+@pytest.mark.parametrize(("replicas", "line", "hosts"), [(1, (1, 5), {"a", "b"}), (0, (1, 8), {"a", "b", "c"})])
+def test_a_sharded_job_reads_no_copy_behind_a_cut_link_if_there_are_others(
+    replicas: int, line: tuple[int, int], hosts: set[str]
+) -> None:
+    m, _ = attach(replicas=replicas)
+    m, _ = drive(f"2.0 {NEWER}", m)
+    if replicas:
+        m, _ = drive("2.1 " + ALL_KEPT.format("1.5"), m)
+    m, _ = drive("6.0 heartbeat a:0#1 in=1 ticks=8 commit=1.8 previous=1.7 still=3", m)
+    m, _ = drive("10.0 probed a order=1 + probed b order=1 cut=c + probed c order=1", m)
+    ready = (f"ready {host}:0#1 in=1 commit=1.8 previous=1.7 ticks=8 shards=1" for host in "abc")
+    world = published(drive(f"10.1 {' + '.join(ready)}", m)[1])
+    assert {place.worker.host for place in world.members} == {"a", "b"}
+    assert world.line == t.CommitId(*line)
+    assert {source.copy.host for source in world.sources} == hosts
