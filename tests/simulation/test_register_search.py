@@ -66,6 +66,8 @@ def test_a_larger_register_is_safe_in_all_orders_of_messages(name: str, capsys: 
     found = Search(LARGE[name]).run()
     with capsys.disabled():
         print(f"\n{name}: {found}")
+    assert found.leaders
+    assert bool(found.changes) == bool(LARGE[name].sets)
 
 
 @dataclass(frozen=True)
