@@ -102,6 +102,7 @@ class Agents:
         self._log = log
         self._votes = votes
         votes.send = self._ask_for_vote
+        self._own_hosts: dict[str, bool] = {}  # True: names of this machine
         self.standbys: dict[str, str] = {}  # by host: addresses at which the next driver may listen
         self.refused = CountedLines(warn).refused
         self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, version(), strangers)
@@ -386,8 +387,10 @@ class Agents:
 
     def candidates(self) -> list[Candidate]:
         """Return the agents that can keep the job's record. Those of this machine count as one host."""
+        for host in self._agents.keys() - self._own_hosts.keys():
+            self._own_hosts[host] = is_this_machine(host)
         return [
-            Candidate(agent.id, LOCALHOST if is_this_machine(agent.host) else agent.host, agent.rack)
+            Candidate(agent.id, LOCALHOST if self._own_hosts[agent.host] else agent.host, agent.rack)
             for agent in self._agents.values()
             if agent.stream is not None and agent.has_reported and not agent.is_stopping and agent.id
         ]

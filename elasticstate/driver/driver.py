@@ -95,6 +95,8 @@ class Driver:
             )
         if options.standbys and options.call_directory is not None:
             raise OptionError("--standbys: launch() waits for elasticrun on this machine. Use 0, or leave it out.")
+        if options.standbys is not None and options.backend == "mpi":
+            raise OptionError("--standbys: not with --backend mpi, whose processes on elasticrun's machine are needed.")
         self._options = options
         self._must_reattach = must_reattach
         self._elected = elected
@@ -324,6 +326,8 @@ class Driver:
             self._stop(number, number.name)
             return
         self._hurry.set()
+        if self._votes.is_waiting:
+            self._votes.replaced(f"{number.name}, while no majority of those that keep the record of this job answers")
         if self._state.outcome is None:
             self._state.outcome = self._state.stopped
             self._queue.wake()

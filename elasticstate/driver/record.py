@@ -409,7 +409,7 @@ class Keeper:
             may_stay = self._is_written and record is not None and _has_only_new_figures(self.record, record)
             if record is not None:
                 self.record = record
-            wanted = self._votes.wanted(self._candidates())
+            wanted = self._votes.wanted(self._candidates)
             if record is not None or wanted is not None or not (self._is_written and self._votes.has(self._entry)):
                 await self._put(wanted, may_stay)
                 while self._votes.is_changing:
@@ -418,7 +418,7 @@ class Keeper:
     @property
     def is_due(self) -> bool:
         """Return True if other agents should keep the record."""
-        return self._votes.wanted(self._candidates()) is not None
+        return self._votes.wanted(self._candidates) is not None
 
     async def _put(self, wanted: Quorum | None, may_stay: bool = False) -> None:
         """Write the record to the file, and to the agents that keep it."""

@@ -34,11 +34,13 @@ class Votes:
         self._wake = wake
         self._changed = asyncio.Event()
         self._newer = ""  # who has replaced this driver
+        self.is_waiting = False  # for a majority
 
-    def wanted(self, candidates: Sequence[Candidate]) -> Quorum | None:
+    def wanted(self, connected: Callable[[], Sequence[Candidate]]) -> Quorum | None:
         """Return the set of acceptors that should replace the present one, or None."""
         if not self.is_replicated:
             return None
+        candidates = connected()
         hosts = {candidate.host for candidate in candidates}
         if LOCALHOST not in hosts:  # else an agent of this machine can keep the record
             candidates = [*candidates, Candidate(self.file, LOCALHOST)]
@@ -106,6 +108,13 @@ class Votes:
 
     async def chosen(self, entry: Entry, limit_s: float) -> None:
         """Wait until this entry can never be lost. Raises ReplacedError, also if no majority answers in time."""
+        try:
+            self.is_waiting = True
+            await self._chosen(entry, limit_s)
+        finally:
+            self.is_waiting = False
+
+    async def _chosen(self, entry: Entry, limit_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + limit_s
         self.check()
         while not self.has(entry):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine
 from math import inf
 from typing import Any
@@ -12,9 +13,11 @@ from msgspec.structs import replace
 
 from elasticstate.agent.connection import DriverConnection
 from elasticstate.core.register import FILE, Ballot, Entry, Proposer, Version, Vote
+from elasticstate.driver.driver import Driver
 from elasticstate.driver.election import Elected, Election
 from elasticstate.driver.record import first_record, value_of
 from elasticstate.driver.votes import ReplacedError, Votes
+from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.control import tell_replaced
 from elasticstate.net.messages import Launch
@@ -159,5 +162,22 @@ def test_a_leader_waits_for_a_majority_for_a_limited_time_and_stops_when_it_is_r
         votes.received("c", messages.VoteRefused(Ballot(2, "second")))
         with pytest.raises(ReplacedError, match="a newer driver has asked"):
             votes.propose(b"2", None)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"hosts": ("localhost:2", "b:2", "c:2")}, "host 'localhost' is another machine on each host"),
+        ({"hosts": ("127.0.0.2:2", "b:2", "c:2")}, "host '127.0.0.2' is another machine on each host"),
+        ({"backend": "mpi"}, "not with --backend mpi"),
+        ({"call_directory": "/tmp"}, r"launch\(\) waits for elasticrun"),
+    ],
+)
+def test_a_job_that_no_other_machine_could_continue_gets_no_standby(options: dict[str, Any], text: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(OptionError, match=f"--standbys: {text}"):
+            Driver(dataclasses.replace(OPTIONS, standbys=1, **options))
 
     asyncio.run(scenario())
