@@ -229,6 +229,11 @@ def text_of(link: Link) -> str:
     return f"host {host} gets no answer from host {peer}"
 
 
+def remedy(m: Draft | Membership) -> str:
+    """Return the user's remedy, if hosts cannot reach each other."""
+    return "Let TCP connections between the hosts pass to all ports" if m.ledger.links.cut else ""
+
+
 def lines(m: Draft | Membership, now: float) -> list[str]:
     """Return one line for each cut link."""
     return [f"{text_of(link)}, for {now - since:.1f} s" for link, since in m.ledger.links.cut.items()]

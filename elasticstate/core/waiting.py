@@ -173,10 +173,11 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
             )
             reason = f"--{option}-timeout of {limit_s:g} s expired: {d.reason}"
             who = listed(list(missing(d, d.now)), "; ")
-            fail_job(d, f"{reason}; missing: {who}", d.ledger.outage)
+            help = f". {remedy}" if (remedy := links.remedy(d)) else ""
+            fail_job(d, f"{reason}; missing: {who}{help}", d.ledger.outage)
     elif not phase.noticed and d.now >= phase.since + policy.waiting_notice_s:
         fewest = number_of(policy.fewest(d.generation), "ready worker")
-        d.note_waiting(f"at least {fewest}", listed(list(missing(d, d.now)), "; "))
+        d.note_waiting(f"at least {fewest}", listed(list(missing(d, d.now)), "; "), links.remedy(d))
         d.phase = replace(_waiting(d), noticed=True)
 
 

@@ -168,15 +168,11 @@ def test_a_firewall_between_two_hosts_is_named_with_both(network: Network, tmp_p
     driver = network["d"].address
     refuse(network["b"], network["c"])
     refuse(network["c"], network["b"])
-    options = ("-np", "3", "--min-np", "3", "--regroup-timeout", "10")
+    options = ("-np", "3", "--min-np", "3", "--elastic-timeout", "5")
     with dial_in(network, tmp_path, *((name, driver) for name in "abc"), options=options) as job:
         cause = root_cause(job)
-    address = network["b"].address
-    assert re.search(
-        rf"Gloo of c:0#\d+ at {network['c'].address} cannot connect to b:0#\d+ \(rank 1\) at {address}, port \d+: "
-        r"Connection refused. Let TCP connections between the hosts pass to all ports",
-        cause,
-    ), cause
+    assert re.search("host b gets no answer from host c|host c gets no answer from host b", cause), cause
+    assert "Let TCP connections between the hosts pass to all ports" in cause
 
 
 def test_a_firewall_before_the_store_is_named_with_the_address(network: Network, tmp_path: Path) -> None:
@@ -184,14 +180,10 @@ def test_a_firewall_before_the_store_is_named_with_the_address(network: Network,
     driver = network["d"].address
     refuse(network["a"], network["b"])
     refuse(network["b"], network["a"])
-    options = ("--regroup-timeout", "3")
+    options = ("--elastic-timeout", "5")
     with dial_in(network, tmp_path, ("a", driver), ("b", driver), options=options) as job:
         cause = root_cause(job)
-    address = network["a"].address
-    there = (
-        rf"have not connected to a:0#\d+ at {address} within|b:0#\d+ at {NET} cannot connect to rank 0 at {address},"
-    )
-    assert re.search(there, cause), cause
+    assert re.search("host a gets no answer from host b|host b gets no answer from host a", cause), cause
     assert "Let TCP connections between the hosts pass to all ports" in cause
 
 

@@ -97,7 +97,7 @@ def test_a_host_with_driver_and_worker_loses_power(network: Network, tmp_path: P
         ends(network, job)
 
 
-def test_an_old_driver_that_was_frozen_publishes_nothing(network: Network, tmp_path: Path) -> None:
+def test_an_old_driver_that_was_frozen_or_cut_off_publishes_nothing(network: Network, tmp_path: Path) -> None:
     with job_with(network, tmp_path, "d:1,a:1,b:1,c:1") as job:
         trains(job, 4)
         standby_listens(job)
@@ -110,7 +110,18 @@ def test_an_old_driver_that_was_frozen_publishes_nothing(network: Network, tmp_p
         assert job.process.wait(30) == 1
         assert "the job continues with a newer driver" in job.output
         assert len(job.events("world_formed")) == worlds
+
+        standby_listens(job)
+        second = network[job.events("driver_restarted")[0]["host"]]
+        second.cut()  # with the driver, which lives
+        assert second.is_cut()
+        job.wait_for_while_gone("a third driver", lambda: len(job.events("driver_restarted")) == 2)
+        trains(job, 3)
+        second.heal()
         trains(job, 4)
+        job.wait_for_while_gone(
+            "the end of the second driver", lambda: not any("--standby" in line for line in second.processes())
+        )
         ends(network, job)
 
 
