@@ -11,7 +11,7 @@ import select
 import shlex
 import signal
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -21,6 +21,7 @@ from elasticstate.threads import in_thread
 
 _LONGEST_FIRST_LINE = 256  # bytes: as of Linux
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[#~={}!\n]")
+_LONGEST_REASON = 200  # characters of a line that a command has printed
 _MOST_OUTPUT_BYTES = 4 * 1024 * 1024
 CLEANUP_S = 2.0  # for processes that remove what killed ones have left behind
 
@@ -39,6 +40,20 @@ class CommandTimedOut(TimeoutError):
     def __init__(self, timeout_s: float, answer: Answer) -> None:
         super().__init__(f"timed out after {timeout_s:g} s")
         self.answer = answer
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a command's output that is not blank, as a reason to show."""
+    return _shown(text.lstrip().partition("\n")[0])
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a command's output that is not blank, as a reason to show."""
+    return _shown(text.rstrip().rpartition("\n")[2])
+
+
+def _shown(line: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in line.strip()[:_LONGEST_REASON])
 
 
 def as_command(text: str, directory: str | None = None) -> str:
@@ -79,10 +94,12 @@ async def ask(
     environment: Mapping[str, str] | None = None,
     directory: str | None = None,
     whole_session: bool = False,
+    in_one: bool = False,
 ) -> Answer:
     """Run a command in a session of its own; at its end, kill the processes that it has started.
 
     ``whole_session``: also kill processes in other process groups of the session, for example those of a launcher.
+    ``in_one``: ``stdout`` also has what the command writes to stderr, in its order.
     Raises OSError or ValueError (the command cannot be run), CommandTimedOut.
     """
     arguments = shlex.split(command)
@@ -91,29 +108,29 @@ async def ask(
     program = Path(directory or ".", arguments[0]).absolute()
     if program.is_file():
         arguments[0] = str(program)
-    process = await _start(arguments, environment, directory)
+    process = await _start(arguments, environment, directory, STDOUT if in_one else PIPE)
     give_back_descriptors(process.pid)
     assert process.stdout is not None
-    assert process.stderr is not None
     output, errors = bytearray(), bytearray()
 
     def answer(exit_code: int) -> Answer:
         return Answer(exit_code, output.decode(errors="replace"), errors.decode(errors="replace"))
 
-    stdout = asyncio.ensure_future(_read(process.stdout, output))
-    stderr = asyncio.ensure_future(_read(process.stderr, errors))
+    reading = [asyncio.ensure_future(_read(process.stdout, output))]
+    if process.stderr is not None:
+        reading.append(asyncio.ensure_future(_read(process.stderr, errors)))
     ending = asyncio.ensure_future(process.wait())
     # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the command ends.
     try:
-        _, late = await asyncio.wait({stdout, stderr, ending}, timeout=timeout_s)
+        _, late = await asyncio.wait({*reading, ending}, timeout=timeout_s)
         if late:
             raise CommandTimedOut(timeout_s, answer(-signal.SIGKILL))
-        stdout.result()  # raises the error of reading, if any
-        stderr.result()
+        for part in reading:
+            part.result()  # raises the error of reading, if any
         return answer(ending.result())
     finally:
-        for part in (stdout, stderr, ending):
-            part.cancel()
+        for task in (*reading, ending):
+            task.cancel()
         try:
             if whole_session:  # in a thread: the kernel may let readers of /proc wait
                 killing = asyncio.ensure_future(in_thread(kill_session, process.pid))
@@ -122,17 +139,26 @@ async def ask(
             await _end(process)
 
 
-async def _start(arguments: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
+async def _start(
+    arguments: list[str], environment: Mapping[str, str] | None, directory: str | None, stderr: int
+) -> Process:
     """Start a process. A cancellation waits until the start is complete, or it would leave a process behind."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *arguments, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True, env=environment, cwd=directory
+            *arguments,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=stderr,
+            start_new_session=True,
+            env=environment,
+            cwd=directory,
         )
     )
     try:
         await _insist(lambda: asyncio.wait({starting}), starting.done)
         if isinstance(error := starting.exception(), OSError) and error.errno == errno.ENOEXEC:
-            return await _start(["/bin/sh", *arguments], environment, directory)  # as execvp(3): no interpreter line
+            shell = ["/bin/sh", *arguments]  # as execvp(3): no interpreter line
+            return await _start(shell, environment, directory, stderr)
     except asyncio.CancelledError:
         if not starting.cancelled() and starting.exception() is None:
             await _end(starting.result())

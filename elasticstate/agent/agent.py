@@ -30,6 +30,7 @@ import msgspec
 
 from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
+from elasticstate.agent.health_check import HealthCheck
 from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly, is_watched
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator, Supply
 from elasticstate.agent.preemption import PreemptionWatch
@@ -194,6 +195,7 @@ class Service:
         self._durable = DurableUploads(job, self._storage, self._copies.store)
         self._standby = Standby(job)
         self._probes = Probes(launch.host, driver.send)
+        self._health = HealthCheck(job)
         self._held: int | None = None  # generation on hold, if any
         # For the report to a new driver:
         self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
@@ -268,6 +270,7 @@ class Service:
 
     async def _close(self, keeps_commits: bool) -> None:
         await self._preemption.close()
+        await self._health.close()
         self._probes.cancel()
         self._socket.close()
         self._stores.close()
@@ -350,6 +353,8 @@ class Service:
                 self._supervisor.renew_lease(number)
             case messages.ProbeOrder():
                 self._probes.begin(message)
+            case messages.CheckHealth():
+                self._health.begin()
             case messages.WatchCalls():
                 self._supervisor.calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from elasticstate.agent.workers import WorkerHandle
 
 _LOOK_INTERVAL_S = 0.01
+HOST_VARIABLE = "ELASTICSTATE_HOST"
+"""Environment variable that gives a command of the user the name of the host."""
 
 
 class HostJob:
@@ -88,6 +90,13 @@ class HostJob:
         """Return the environment of the workers, with the mark of this agent."""
         name, mark = agent_variable(self.place.mark)
         return {**environment_of_workers(self.launch.environment, self.spec.environment), name: mark}
+
+    def environment_of_commands(self) -> dict[str, str]:
+        """Return the environment of a command that this agent runs for the user. With the mark of the agent, the
+        command is killed if the agent is."""
+        name, mark = agent_variable(self.place.mark)
+        own = {HOST_VARIABLE: self.launch.host, name: mark}
+        return {**inherited_environment(), **dict(self.launch.environment), **own}
 
     async def lock_host(self) -> CommitDirectory:
         """Return the commits of this host, with those that exist already, once the job's earlier agent here is gone.

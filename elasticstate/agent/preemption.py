@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from elasticstate.agent.host_job import HostJob
 from elasticstate.failures import how_it_ended, signal_name
 from elasticstate.net import messages
-from elasticstate.options import agent_variable, inherited_environment
-from elasticstate.processes import Answer, as_command, ask, remedy_for
+from elasticstate.processes import Answer, as_command, ask, first_line, last_line, remedy_for
 
-HOST_VARIABLE = "ELASTICSTATE_HOST"
-"""Environment variable that gives the command the name of the host."""
-_LONGEST_REASON = 200
 _NOTICE, _NO_NOTICE = 0, 1  # exit codes of the command
 
 
@@ -38,14 +34,12 @@ class PreemptionWatch:
         """Start to watch with the job's options. A signal that is not among them gets its usual effect back."""
         self._has_begun = True
         self.report()
-        options, launch = self._job.options, self._job.launch
+        options = self._job.options
         if signal.SIGTERM not in options.preemption_signals:
             self._loop.remove_signal_handler(signal.SIGTERM)
         self._listen(options.preemption_signals)
         if options.preemption_command is not None and not self._reason:
-            environment = {**inherited_environment(), **dict(launch.environment), HOST_VARIABLE: launch.host}
-            environment |= [agent_variable(self._job.place.mark)]  # a mark: it is killed if this agent is killed
-            self._asking = asyncio.ensure_future(self._ask(options.preemption_command, environment))
+            self._asking = asyncio.ensure_future(self._ask(options.preemption_command))
 
     def report(self) -> None:
         """Send the notice to the driver, if there was one; also to a driver that may not have received it."""
@@ -73,8 +67,9 @@ class PreemptionWatch:
                 self._asking.cancel()
             self.report()
 
-    async def _ask(self, command: str, environment: Mapping[str, str]) -> None:
+    async def _ask(self, command: str) -> None:
         options, directory = self._job.options, self._job.launch.directory
+        environment = self._job.environment_of_commands()
         while True:
             try:
                 answer = await ask(as_command(command, directory), options.preemption_timeout_s, environment, directory)
@@ -85,7 +80,7 @@ class PreemptionWatch:
                 fault = f"cannot be run: {error}{remedy and '. '}{remedy}"
             else:
                 if answer.exit_code == _NOTICE:
-                    self._record(_first_line(answer.stdout) or f"{command} {how_it_ended(_NOTICE)}")
+                    self._record(first_line(answer.stdout) or f"{command} {how_it_ended(_NOTICE)}")
                     return
                 fault = "" if answer.exit_code == _NO_NOTICE else _fault_of(answer)
             if fault:
@@ -99,11 +94,5 @@ class PreemptionWatch:
             self._job.warn(f"--preemption-command {command!r} {fault}; it runs again every {interval_s:g} s")
 
 
-def _first_line(text: str) -> str:
-    line = text.lstrip().partition("\n")[0].strip()
-    return "".join(c if c.isprintable() else "?" for c in line[:_LONGEST_REASON])
-
-
 def _fault_of(answer: Answer) -> str:
-    last_line = answer.stderr.rstrip().rpartition("\n")[2]
-    return f"{how_it_ended(answer.exit_code)}: {_first_line(last_line) or 'nothing on stderr'}"
+    return f"{how_it_ended(answer.exit_code)}: {last_line(answer.stderr) or 'nothing on stderr'}"

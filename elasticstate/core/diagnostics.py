@@ -100,6 +100,7 @@ def _about_host(m: Draft | Membership, host: Host, now: float) -> str:
     if host.draining:
         return f"host {host.name} drains: {host.draining}"
     cooldown = _cooldown(host, now)
+    check = f"its health check runs for {now - host.checked_at:.1f} s" if host.health == "checking" else ""
     if host.agent == "joined" and any((host.name, index) in m.slots for index in range(host.slots)):
         report = ""  # the lines of its slots contain the rest
     elif not host.report:
@@ -108,7 +109,8 @@ def _about_host(m: Draft | Membership, host: Host, now: float) -> str:
         lack = {"asked": ", not connected yet", "joined": ", no worker started yet"}.get(host.agent, "")
         report = f"{host.report} ({now - host.reported_at:.1f} s ago{lack})"
         report += f", the last agent {host.loss}" if host.agent == "asked" and host.loss else ""
-    return f"host {host.name}: {', '.join(filter(None, (report, cooldown)))}" if report or cooldown else ""
+    about = ", ".join(filter(None, (report, check, cooldown)))
+    return f"host {host.name}: {about}" if about else ""
 
 
 def _cooldown(host: Host, now: float) -> str:

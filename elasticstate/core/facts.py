@@ -21,6 +21,7 @@ from elasticstate.core.health import (
 )
 from elasticstate.core.running import earlier
 from elasticstate.core.slots import (
+    health_checked,
     host_is_lost,
     hosts_discovered,
     lease_s,
@@ -71,6 +72,8 @@ def apply(d: Draft, event: t.Event) -> None:
             _host_draining(d, event)
         case t.LinksProbed():
             links.probed(d, event)
+        case t.HealthChecked():
+            health_checked(d, event)
         case t.StopRequested(by):
             d.stopped_by = by
         case t.Several():
@@ -144,7 +147,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     notice = host.draining
     report = notice or ("agent stopped" if expected else f"agent {event.reason}")
     loss = "" if expected or notice else event.reason
-    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss)
+    health = "sick" if host.health == "sick" and not expected else "unknown"
+    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss, health=health)
     if not expected:
         d.note(event_file.AgentLost, host=host.name, reason=event.reason)
     workers = workers_on(d, host)

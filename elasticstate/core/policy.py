@@ -34,6 +34,7 @@ class Policy:
     join_window_s: float
     min_interrupt_distance_s: float
     preemption_cooldown_s: float
+    health_check: str | None  # not None: a host is checked before workers start there
     gate_timeout_s: float | None
     reset_limit: int | None
     max_no_progress: int

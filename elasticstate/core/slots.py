@@ -113,7 +113,10 @@ def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
         # the others may fail in the same way, before one is restarted
         quiet_s = min(SAME_DEATH_S, patience_limit_s(d.time_to_give_up_s())) if cause.exit_code else 0.0
         d.update_ledger(outage=cause, quiet_until=d.now + quiet_s)
-    _host_had_a_death(d, _clear_failures(d, d.hosts[worker.id.host], done_well), worker.id.slot, cause)
+    host = _clear_failures(d, d.hosts[worker.id.host], done_well)
+    if host.health == "well":
+        host = d.put_host(host, health="unknown")
+    _host_had_a_death(d, host, worker.id.slot, cause)
 
 
 def _host_had_a_death(d: Draft, host: Host, slot: int, cause: t.RootCause) -> None:
@@ -174,6 +177,32 @@ def _clear_failures(d: Draft, host: Host, has_done_well: bool) -> Host:
     if has_done_well or d.now - quiet_since >= long_s(d):
         return d.put_host(host, deaths=0, dead_slots=frozenset(), cooldowns=0)
     return host
+
+
+def health_checked(d: Draft, event: t.HealthChecked) -> None:
+    """Record the answer of an agent. A sick host has a cooldown, at whose end it is checked again."""
+    host = d.hosts.get(event.host)
+    if host is None or host.health != "checking":
+        return
+    host = d.put_host(host, health="sick" if event.fault else "well")
+    if event.fault:
+        _cool_down(d, _clear_failures(d, host, False), f"health check: {event.fault}")
+
+
+def _may_be_sick(d: Draft, host: Host) -> bool:
+    """Return True if nothing starts on the host, because its health check is due, has no answer yet, or has failed.
+    Unlike a cooldown, this never gives way."""
+    return d.policy.health_check is not None and host.health != "well"
+
+
+def _check_health(d: Draft, plan: _Plan) -> None:
+    """Order the checks that are due: of new hosts, of hosts with a failure since the last one, and of sick hosts after
+    their cooldown. Workers that live there train on meanwhile."""
+    for host in plan.candidates if d.policy.health_check is not None else ():
+        is_due = host.health == "unknown" or (host.health == "sick" and host.cooldown_until <= d.now)
+        if is_due and host.agent == "joined":
+            d.put_host(host, health="checking", checked_at=d.now)
+            d.effects.append(t.CheckHealth(host.name))
 
 
 def long_s(d: Draft) -> float:
@@ -429,6 +458,7 @@ def start_and_stop(d: Draft) -> None:
                 continue  # the host's agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
             d.effects.append(t.StopAgent(host.name, host.draining or f"discovery removed host {host.name}"))
+    _check_health(d, plan)
     _start_workers(d, plan)
 
 
@@ -460,9 +490,9 @@ class _Plan:
         if isinstance(d.phase, Waiting):
             self.holding_hosts.update(hosts_of(awaited_copies(d)))
         self.awaits_retained = isinstance(d.phase, Waiting) and d.phase.retained_since is not None
-        candidates = [host for host in hosts if _wanted(host) or (host.slots and host.name in self.holding_hosts)]
-        self._cooling = [host for host in candidates if host.cooldown_until > d.now]
-        self._warm = [host for host in candidates if host.cooldown_until <= d.now]
+        self.candidates = [h for h in hosts if _wanted(h) or (h.slots and h.name in self.holding_hosts)]
+        self._cooling = [host for host in self.candidates if host.cooldown_until > d.now]
+        self._warm = [host for host in self.candidates if host.cooldown_until <= d.now]
         self._giving_way = self._find_giving_way() if self._cooling else []
         used_now = (*self._warm, *(host for host in self._giving_way if d.now >= host.gives_way_at))
         self.usable = {host.name for host in used_now}
@@ -473,7 +503,8 @@ class _Plan:
         d = self._d
         warm = [host for host in self._warm if not host.draining]
         is_short = _slots_counted_on(d) + sum(_good_slots(d, host) for host in warm) < d.policy.fewest(d.generation)
-        return [h for h in self._cooling if is_short or (self.awaits_retained and h.name in self.holding_hosts)]
+        well = [host for host in self._cooling if host.health != "sick"]
+        return [h for h in well if is_short or (self.awaits_retained and h.name in self.holding_hosts)]
 
     def free_slots(self) -> list[tuple[t.SlotId, Slot]]:
         """Return the slots in which a worker may be started, when their backoff is over.
@@ -483,6 +514,7 @@ class _Plan:
         d, held = self._d, {slot_id for slot_id, _ in self.holders}
         hosts = [d.hosts[host.name] for host in self.hosts if host.name in self.usable]
         found_in = [h for h in hosts if h.agent == "joined" and d.living.get(h.name) != h.slots_ever]
+        found_in = [host for host in found_in if not _may_be_sick(d, host)]
         free = [found for host in found_in for found in _free_slots(d, host)]
         return [
             (slot_id, slot)
@@ -503,9 +535,10 @@ class _Plan:
         return [slot_id for slot_id, at in found if d.now >= at and not d.hosts[slot_id.host].draining]
 
     def expects_more(self, startable: list[t.SlotId]) -> bool:
-        """Return True if more slots than these may soon be free: agents are being started, backoffs are not over, or
-        more hosts may dial in."""
-        asked = any(self._d.hosts[name].agent in ("none", "asked") for name in self.usable)
+        """Return True if more slots than these may soon be free: agents are being started, hosts are checked,
+        backoffs are not over, or more hosts may dial in."""
+        hosts = [self._d.hosts[name] for name in self.usable]
+        asked = any(host.agent in ("none", "asked") or host.health == "checking" for host in hosts)
         return asked or self._d.policy.listen is not None or len(startable) < len(self.free_slots())
 
     @property
@@ -655,15 +688,22 @@ def _late_start_deadlines(d: Draft, hosts: list[Host]) -> Iterator[tuple[str, fl
         if worker.booting:
             yield f"boot of {worker.id} is late", _late_from(d, worker.started_at)
     for host in hosts:
-        if host.agent == "asked":
-            yield f"agent of host {host.name} is late", _late_from(d, host.reported_at)
+        if (asked_at := _asked_at(host)) < inf:
+            yield f"host {host.name} is late", _late_from(d, asked_at)
 
 
 def _good_slots(d: Draft, host: Host) -> int:
     """Return the number of free slots of a host that may be counted on."""
-    if not _is_in_time(d, host.reported_at if host.agent == "asked" else inf):
+    if not _is_in_time(d, _asked_at(host)):
         return 0
     return sum(slot.failures < FAILURES_IN_A_ROW and not slot.barred for _, slot in _free_slots(d, host))
+
+
+def _asked_at(host: Host) -> float:
+    """Return when the agent of the host, or its health check, was begun that is awaited; inf: nothing is awaited."""
+    if host.agent == "asked":
+        return host.reported_at
+    return host.checked_at if host.health == "checking" else inf
 
 
 def _is_recovering(d: Draft) -> bool:

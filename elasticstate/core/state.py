@@ -231,6 +231,8 @@ class Host(Struct, frozen=True, gc=False):
     notices: int = 0  # preemption notices since discovery last added the host
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
     may_live_until: float = -inf  # unreachable host: workers of the newest world may train there until this time
+    health: Literal["unknown", "checking", "well", "sick"] = "unknown"  # of ``--health-check``; without it: unknown
+    checked_at: float = -inf  # when the last check was ordered
     report: str = ""  # the last report about the host; "": none yet
     reported_at: float = -inf
     loss: str = ""  # why the last agent was lost unexpectedly; "" when another one has connected

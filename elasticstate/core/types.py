@@ -584,6 +584,13 @@ class LinksProbed(Message, frozen=True):
     cut: tuple[str, ...] = ()
 
 
+class HealthChecked(Message, frozen=True):
+    """The agent of ``host`` has run the health check, as CheckHealth asked. ``fault``: "" if the host is well."""
+
+    host: str
+    fault: str = ""
+
+
 class FromWorker(Message, frozen=True, gc=False):
     """A report of a worker, or its stamp: its agent adds whose it is."""
 
@@ -649,6 +656,7 @@ FromAgent = (
     | PlainStoreJoined
     | HostDraining
     | LinksProbed
+    | HealthChecked
     | CopyKept
     | CopyDropped
     | CommitDamaged
@@ -748,6 +756,12 @@ class OpenGate(Message, frozen=True):
     generation: int
 
 
+class CheckHealth(Message, frozen=True):
+    """The agent of ``host`` runs the health check, and answers with HealthChecked."""
+
+    host: str
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeLinks:
     """Agents try to open connections to the agents of other hosts. Each answers with LinksProbed.
@@ -810,6 +824,7 @@ Effect = (
     | WatchCalls
     | AskWhere
     | ProbeLinks
+    | CheckHealth
     | CopyEffect
     | Note
     | EndJob

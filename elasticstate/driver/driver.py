@@ -632,6 +632,8 @@ class Driver:
                 agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
             case t.ProbeLinks():
                 self._probe(effect)
+            case t.CheckHealth(host):
+                agents.send(host, effect)
             case t.Replicate(commit, copies):
                 self._replicate(commit, copies)
             case t.ForgetCopies(host=host):

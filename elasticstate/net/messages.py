@@ -36,6 +36,7 @@ from elasticstate.core.types import (
     AskWhere as AskWhere,
     Attached as Attached,
     CallReport as CallReport,
+    CheckHealth as CheckHealth,
     CollectivesReport as CollectivesReport,
     CommitDamaged as CommitDamaged,
     CommitSealed as CommitSealed,
@@ -50,6 +51,7 @@ from elasticstate.core.types import (
     FromWorker as FromWorker,
     Gate as Gate,
     GenerationFailure as GenerationFailure,
+    HealthChecked as HealthChecked,
     Hold as Hold,
     HoldAnswer as HoldAnswer,
     HostDraining as HostDraining,
@@ -571,6 +573,7 @@ ToAgent = (
     | ForgetCopies
     | WatchCalls
     | ProbeOrder
+    | CheckHealth
     | Shutdown
     | Acknowledgement
     | Refusal

@@ -71,6 +71,7 @@ _GROUPS = {  # by what a user wants to do: the first field of each group
 
 CONNECT_TIMEOUT_S = 10.0  # of commands that do not know the job's options
 _LONGEST_GRACE_S = 2.0
+_LONGEST_HEALTH_CHECK_S = 60.0  # an import of torch from a slow file system, and a matrix product
 _SHORTEST_DISCOVERY_S = 10.0
 _FEWEST_WITHOUT_PROGRESS = 3
 _WEEK_S = 7 * 86400.0  # an endless limit would not fit into the clocks of torch
@@ -284,6 +285,13 @@ class Options:
         "preempted host has the longest one.",
         names="--cooldown-range --blacklist-cooldown-range",
     )
+    health_check: str | None = _option(
+        None,
+        kinds.COMMAND,
+        "Command that each host runs before its first workers start and after a failure there, with the host's name in "
+        "ELASTICSTATE_HOST. Another exit code than 0: the host gets a cooldown, and is checked again.",
+        rare=True,
+    )
     drain_timeout_s: float = _option(
         30.0, kinds.SECONDS, "Seconds a drain may take. After that the worker counts as failed."
     )
@@ -464,6 +472,11 @@ class Options:
     def preemption_cooldown_s(self) -> float:
         """Seconds before a preempted host is used again: discovery may name it until it is gone."""
         return self.cooldown_range_s[1]
+
+    @property
+    def health_check_timeout_s(self) -> float:
+        """Seconds the health check may take: a job with too few well hosts has its reason before it ends."""
+        return min(_LONGEST_HEALTH_CHECK_S, self.start_timeout_s / 2)
 
     @property
     def max_no_progress(self) -> int:

@@ -123,6 +123,8 @@ def parse_event(words: list[str]) -> t.Event:
             "agent-draining": lambda: t.HostDraining(rest[0], " ".join(rest[1:])),
         }
         return events[kind]()
+    if kind in ("healthy", "sick"):
+        return t.HealthChecked(rest[0], " ".join(rest[1:]))
     if kind == "stop":
         return t.StopRequested(" ".join(rest))
     if kind == "store-joined":
@@ -227,8 +229,8 @@ def describe(effect: t.Effect) -> str:
             return f"StopWorker {worker}{' (kill)' if kill else ''}: {reason}"
         case t.StopAgent(host, reason):
             return f"StopAgent {host}: {reason}"
-        case t.StartAgent(host):
-            return f"StartAgent {host}"
+        case t.StartAgent(host) | t.CheckHealth(host):
+            return f"{type(effect).__name__} {host}"
         case t.StartWorker(worker) | t.Leave(worker) | t.ConfirmOwnError(worker, _):
             return f"{type(effect).__name__} {worker}"
         case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation) | t.Terminate(generation):

@@ -44,6 +44,7 @@ MUST_BE_REACHED = (
     *("notice", "notice gave way", "note host_draining", "commits_lost", "ticks_lost"),
     *(f"time: {part}" for part in Times.__struct_fields__ if part != "no_driver"),
     *("returned", "refused", "joined while stopped", "lease waited for"),
+    *("sick", "checked again"),
 )
 RARE = ("lease over", "end: times in a row before")  # once in some thousand schedules
 MANY = 3000  # schedules, among which are the rare situations, too
@@ -54,7 +55,9 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
     """Run one schedule and return its transcript. The result depends only on the two numbers."""
     rng = random.Random(seed)
     maker, checker, books = EventMaker(rng), Checker(), Books()
-    m, now = new_membership(replace(random_policy(rng), horovod=seed % 5 == 0)), 0.0
+    health_check = "check" if seed % 3 == 0 else None
+    m = new_membership(replace(random_policy(rng), horovod=seed % 5 == 0, health_check=health_check))
+    now = 0.0
     transcript: list[object] = []
     for _ in range(length):
         now = _next_time(rng, m, now)

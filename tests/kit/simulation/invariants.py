@@ -74,6 +74,7 @@ class Checker:
         self._probes: tuple[int, dict[str, tuple[str, ...]]] = (0, {})  # the last order, as far as it is not answered
         self._cut: set[tuple[str, str]] = set()  # links that are cut
         self._unanswered: set[tuple[str, str]] = set()  # links whose peers have not answered their orders
+        self._health: dict[str, str] = {}  # hosts whose health check was ordered: "asked", "well" or "sick"
 
     def restart(self, remains: Remains, transition: Transition) -> None:
         """Follow a new core: facts that the last core had and the new one does not receive do not count."""
@@ -82,7 +83,7 @@ class Checker:
         self._joined = {worker: known.joined for worker, known in transition.next.workers.items()}
         self._held = {}
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
-        self._probes, self._cut, self._unanswered = (0, {}), set(), set()
+        self._probes, self._cut, self._unanswered, self._health = (0, {}), set(), set(), {}
         self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
         members = [placement.worker for placement in self.world.members] if self.world is not None else []
         ages = dict(zip(members, remains.ages, strict=True))  # a lost worker that returns keeps its age
@@ -194,6 +195,9 @@ class Checker:
                 self._living.get(worker.slot_id) == worker
             ):
                 self._committed |= commit is not None and commit.tick > 0
+            case t.HealthChecked(host, fault) if self._health.get(host) == "asked":
+                self._health[host] = "sick" if fault else "well"
+                self.reached["sick"] += bool(fault)
             case t.WorkerUnresponsive(worker=worker) if self._living.get(worker.slot_id) == worker:
                 self._unresponsive.add(worker)
             case t.WorkerExited(worker=worker) if self._living.get(worker.slot_id) == worker:
@@ -236,6 +240,8 @@ class Checker:
                     self._launch_results(transition, worker, generation)
         elif known not in ("", "none"):
             agents[host] = "none"
+            if known == "stopping" or self._health.get(host) != "sick":
+                self._health.pop(host, None)
             for worker in [worker for worker in self._living.values() if worker.host == host]:
                 del self._living[worker.slot_id]
                 self._ages.pop(worker, None)  # a worker that returns is a newcomer
@@ -298,7 +304,16 @@ class Checker:
                 self._start(after, worker, now)
             case t.StartAgent(host):
                 assert after.hosts[host].slots
+                is_refused = self._health.get(host) == "sick" and after.hosts[host].cooldown_until > now
+                assert not is_refused, "I5: the cooldown of a sick host never gives way"
                 self._respect_cooldown(after, after.hosts[host], now)
+            case t.CheckHealth(host):
+                assert after.hosts[host].agent == "joined"
+                assert self._health.get(host) != "asked", "one check at a time"
+                sick = self._health.get(host) == "sick"
+                assert not sick or after.hosts[host].cooldown_until <= now, "I5: checked again after its cooldown"
+                self.reached["checked again"] += sick
+                self._health[host] = "asked"
             case t.Hold(generation):
                 self._hold(before, after, generation, now)
             case t.Release():
@@ -453,6 +468,8 @@ class Checker:
         assert host.agent == "joined"
         assert worker.slot < host.slots
         self._respect_cooldown(after, host, now)
+        is_well = after.policy.health_check is None or self._health.get(worker.host) == "well"
+        assert is_well, "I5: nothing starts on a host that is not known to be well"
         self.reached["start"] += 1
 
     def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
@@ -471,7 +488,9 @@ class Checker:
         elsewhere = 0
         for other in after.hosts.values():
             usable = other.slots and not other.draining and other.cooldown_until <= now
-            usable = usable and not self._too_late(after, other.reported_at if other.agent == "asked" else now, now)
+            asked_at = other.checked_at if other.health == "checking" else now
+            asked_at = other.reported_at if other.agent == "asked" else asked_at
+            usable = usable and not self._too_late(after, asked_at, now)
             for index in range(other.slots_ever):
                 slot = after.slots.get(t.SlotId(other.name, index))
                 worker = after.workers.get(slot.worker) if slot and slot.worker else None

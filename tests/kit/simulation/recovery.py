@@ -52,6 +52,8 @@ def _answers(m: Membership, deaf: t.WorkerId | None) -> Iterator[t.Event]:
             yield t.AgentJoined(host.name)
         elif host.agent == "stopping":
             yield t.AgentLost(host.name, "exited with 0")
+        if host.health == "checking":
+            yield t.HealthChecked(host.name)
     for name in m.ledger.links.asked:
         yield t.LinksProbed(name, m.ledger.links.number)
     for worker in m.workers.values():

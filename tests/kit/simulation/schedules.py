@@ -110,6 +110,8 @@ class EventMaker:
             some.append((self._all_unreachable, 0.1))
         if m.ledger.links.asked:
             some.append((self._probed, 8.0))
+        if any(host.health == "checking" for host in m.hosts.values()):
+            some.append((self._health_checked, 8.0))
         if self.away:
             some.append((self._reachable_again, 3.0))
         workers = list(m.workers.values())
@@ -221,6 +223,10 @@ class EventMaker:
         host = rng.choice(list(links.asked))
         cut = [peer for peer in links.asked[host] if rng.random() < (0.6 if (host, peer) in links.cut else 0.2)]
         return t.LinksProbed(host, links.number, tuple(cut))
+
+    def _health_checked(self, m: Membership) -> t.Event:
+        host = self.rng.choice([h.name for h in m.hosts.values() if h.health == "checking"])
+        return t.HealthChecked(host, self.rng.choice(("", "", "", "no memory")))
 
     # ------------------------------------------------------------------------------------------------ workers
 
@@ -399,6 +405,7 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),
         t.HostDraining("z", "?"),
+        t.HealthChecked("z", "?"),
         t.LinksProbed("z", generation, ("a",)),
         t.LinksProbed(worker.host, 0, ("a", "b", "c", "d")),
     ]
