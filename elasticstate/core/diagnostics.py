@@ -88,6 +88,25 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
         yield "no hosts: discovery named no host, and no agent connected"
 
 
+def spares(m: Draft | Membership) -> list[Worker]:
+    """Return the READY workers that a world that trains does not need: they wait to fill a gap."""
+    if not isinstance(m.phase, Running) or m.world is None or not (m.ready if isinstance(m, Draft) else m.count.ready):
+        return []
+    apart = links.cut_off(m).union(m.ledger.links.apart)
+    ready = [w for w in m.workers.values() if w.ready is not None and not (w.gone or w.draining or w.id.host in apart)]
+    stay = sum(not member.draining for member in living_members(m))
+    return ready if m.policy.fitting(stay + len(ready)) <= stay else []
+
+
+def spares_text(m: Draft | Membership) -> str:
+    """Return which workers wait as spares, and why, for the reason of a world that trains; "" without spares."""
+    found = spares(m)
+    waits = "waits as a spare" if len(found) == 1 else "wait as spares"
+    return (
+        f"; {listed([str(w.id) for w in found])} {waits}: {m.policy.why_spare(len(living_members(m)))}" if found else ""
+    )
+
+
 def hosts_in_cooldown(m: Membership, now: float) -> Iterator[str]:
     """Yield one line for each host in cooldown: why its agent was lost, the remaining seconds and the reason."""
     for host in hosts_of(m):

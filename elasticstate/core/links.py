@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from itertools import chain
-from math import inf
 
 from msgspec.structs import replace
 
@@ -266,11 +265,10 @@ def _largest_part(m: Draft | Membership, workers: list[Worker], holders: set[t.W
         on.setdefault(worker.id.host, []).append(worker)
     foes = {host: found for host in on if (found := enemies(m, host) & on.keys())}
     free = on.keys() - foes.keys()
-    limit = inf if m.policy.max_np is None else m.policy.max_np
 
-    def size(part: Set[str]) -> tuple[bool, float]:
+    def size(part: Set[str]) -> tuple[bool, int]:
         inside = [worker for host in part | free for worker in on[host]]
-        return any(worker.id in holders for worker in inside), min(limit, len(inside))
+        return any(worker.id in holders for worker in inside), m.policy.fitting(len(inside))
 
     def preference(part: Set[str]) -> tuple[tuple[t.CommitId, int], list[int], list[int]]:
         inside = [worker for host in part | free for worker in on[host]]

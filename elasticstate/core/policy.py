@@ -20,6 +20,7 @@ class Policy:
     min_np: int
     max_np: int | None
     horovod: bool  # the options have their meanings in horovodrun
+    np_multiple: int  # sizes of worlds are multiples of this number
     spares: int
     listen: str | None  # not None: the agents that dial in are the hosts
     start_timeout_s: float
@@ -56,6 +57,17 @@ class Policy:
     def fewest(self, generation: int) -> int:
         """Return the smallest number of workers of the next world. ``generation``: the present one, or 0."""
         return self.np if self.horovod and generation == 0 else self.min_np
+
+    def fitting(self, workers: int) -> int:
+        """Return the size of the largest world that so many workers can form."""
+        most = workers if self.max_np is None else min(workers, self.max_np)
+        return most - most % self.np_multiple
+
+    def why_spare(self, size: int) -> str:
+        """Return why a worker waits as a spare beside a world of this size that it does not join."""
+        if self.max_np is not None and size >= self.max_np:
+            return f"--max-np is {self.max_np}"
+        return f"worlds have a multiple of {self.np_multiple} workers"
 
     def fewest_text(self, generation: int) -> str:
         """Return ``fewest`` with its option, for messages."""

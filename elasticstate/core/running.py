@@ -11,7 +11,7 @@ from math import inf
 
 from elasticstate.core import accounting, event_file, types as t
 from elasticstate.core.commits import check_commits
-from elasticstate.core.diagnostics import leavers, names
+from elasticstate.core.diagnostics import leavers, names, spares_text
 from elasticstate.core.health import (
     absent,
     absent_text,
@@ -60,7 +60,7 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
         return
     draining, newcomers = _who_changes(d, members)
     if not draining and not newcomers:
-        d.reason = d.reason or "training"
+        d.reason = d.reason or f"training{spares_text(d)}"
     elif phase.gate_since is not None:
         d.reason += "; no interrupt while a member is in the exit gate"
     elif not phase.first_tick:
@@ -96,10 +96,8 @@ def planned_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterat
 def _who_changes(d: Draft, members: list[Worker]) -> tuple[list[Worker], list[Worker]]:
     """Return the members that drain, and the READY newcomers that fit into the next world."""
     draining = [member for member in members if member.draining] if d.draining else []
-    newcomers = candidates(d)
-    if d.policy.max_np is not None:
-        newcomers = newcomers[: max(0, d.policy.max_np - len(members) + len(draining))]
-    return draining, newcomers
+    newcomers, stay = candidates(d), len(members) - len(draining)
+    return draining, newcomers[: max(0, d.policy.fitting(stay + len(newcomers)) - stay)]
 
 
 def drain_time(d: Draft, draining: list[Worker]) -> float:

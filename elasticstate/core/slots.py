@@ -29,7 +29,7 @@ from elasticstate.core.state import (
     Worker,
 )
 from elasticstate.core.types import number_of, within_limits
-from elasticstate.core.worlds import assign, may_hold_more
+from elasticstate.core.worlds import assign, may_hold_more, whole_hosts
 
 # ------------------------------------------------------------------------------------------------------------- cooldown
 # Formulas for the backoff of a slot that has failed and the cooldown of a host that fails repeatedly.
@@ -344,7 +344,8 @@ def chosen(d: Draft, free: Sequence[t.SlotId], are_more_expected: bool) -> list[
         return []
     if len(free) < policy.np and are_more_expected and d.now < window_end(d):
         return []
-    return list(free[: policy.max_np])
+    places = whole_hosts([slot_id.host for slot_id in free], policy.fitting(len(free)), policy.np_multiple)
+    return [free[place] for place in places]
 
 
 def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t.PlainPlace]]:
@@ -632,9 +633,13 @@ def _vacancies(d: Draft) -> float:
     if d.policy.max_np is None:
         return inf
     spares = d.policy.spares if isinstance(d.phase, Running) and d.phase.first_tick else 0
+    return d.policy.max_np + spares - _taken(d)
+
+
+def _taken(d: Draft) -> int:
+    """Return how many workers have finished, or live and may be in the next world."""
     beyond = _beyond(d)
-    taken = sum(not (w.draining or w.gone or _is_apart(w, beyond)) for w in d.workers.values())
-    return d.policy.max_np + spares - _finished_slots(d) - taken
+    return _finished_slots(d) + sum(not (w.draining or w.gone or _is_apart(w, beyond)) for w in d.workers.values())
 
 
 def _hosts_of_world(d: Draft) -> set[str]:
@@ -775,8 +780,8 @@ def newcomers(d: Draft) -> list[t.SlotId]:
     each start there may end the whole world."""
     plan = _Plan(d, [], d.by_discovery())
     free = [slot_id for slot_id in plan.startable() if d.slots.get(slot_id, NEW_SLOT).failures < FAILURES_IN_A_ROW]
-    vacancies = _vacancies(d)
-    return free if vacancies == inf else free[: max(0, int(vacancies))]
+    taken = _taken(d)
+    return free[: max(0, d.policy.fitting(taken + len(free)) - taken)]
 
 
 def _next_worker(d: Draft, slot_id: t.SlotId) -> t.WorkerId:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf
 
 from msgspec.structs import replace
@@ -131,16 +131,34 @@ def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
 
 
 def choose(d: Draft) -> list[Worker]:
-    """Return the members of the next world: at most max_np, oldest first, always with a holder of the newest commit,
-    unless the job is sharded."""
+    """Return the members of the next world: whole groups and at most max_np, oldest first, always with a holder of the
+    newest commit, unless the job is sharded. Whole hosts come before older workers, if they hold this commit."""
     found = candidates(d)
-    chosen = found[: d.policy.max_np]
+    late = postponed(d, found)
+    size = d.policy.fitting(len(found) + (late is not None))
+    whole = [found[place] for place in whole_hosts([w.id.host for w in found], size, d.policy.np_multiple)]
     if d.shards.layouts:
-        return chosen
-    holder = postponed(d, found) or max(found, key=held)
-    if newest(chosen) < held(holder):
-        chosen = [*chosen[: -1 if len(chosen) == d.policy.max_np else None], holder]
-    return chosen
+        return whole
+    holder = late or max(found, key=held)
+    for chosen in (whole, found[:size]):
+        if newest(chosen) >= held(holder):
+            return chosen
+    return [*found[: size - 1], holder]
+
+
+def whole_hosts(hosts: Sequence[str], size: int, multiple: int) -> Sequence[int]:
+    """Return the places of ``size`` of these workers, whose hosts are given, in their order.
+
+    Groups of ``multiple`` workers of one host come first, then hosts with many of the other workers.
+    """
+    if multiple == 1 or len(hosts) <= size:
+        return range(min(size, len(hosts)))
+    on: dict[str, list[int]] = {}
+    for place, host in enumerate(hosts):
+        on.setdefault(host, []).append(place)
+    groups = chain.from_iterable(places[: len(places) - len(places) % multiple] for places in on.values())
+    others = sorted((places[len(places) - len(places) % multiple :] for places in on.values()), key=len, reverse=True)
+    return sorted([*groups, *chain.from_iterable(others)][:size])
 
 
 def may_hold_more(d: Draft, ready: Iterable[Worker]) -> list[Worker]:
@@ -260,11 +278,12 @@ def _is_near(d: Draft, world: t.World, rank: int, best: t.CommitId) -> bool:
 
 def enter(d: Draft, world: t.World) -> None:
     """Enter the members into the new world: their messages from the last one do not count any more. Other workers lose
-    their age."""
+    their age, and spares their rank."""
     members = {placement.worker for placement in world.members}
     for worker in list(d.workers.values()):
         if worker.age != NEWCOMER and worker.id not in members:
-            d.put(worker, age=NEWCOMER)
+            is_spare = worker.ready is not None and not worker.draining
+            d.put(worker, age=NEWCOMER, rank=None if is_spare else worker.rank)
     age, lacking = d.ledger.next_age, set(world.lacking)
     for placement in world.members:
         worker = d.workers[placement.worker]

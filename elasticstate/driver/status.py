@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from elasticstate.core import links
 from elasticstate.core.accounting import figures_of, ticks_of
-from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, why_empty
+from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, spares, why_empty
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.health import no_tick_text, straggler_lines
 from elasticstate.core.ids import CommitId
@@ -203,7 +203,8 @@ def status_text(
         in_world = {worker.id for worker in members}
         others = [worker for worker in m.workers.values() if worker.id not in in_world]
         empty = [(slot_id, slot) for slot_id, slot in m.slots.items() if slot.worker is None]
-        about = [f"{worker.id}  {_about_worker(worker, now)}" for worker in others]
+        waits = {worker.id: f"; spare: {m.policy.why_spare(len(members))}" for worker in spares(m)}
+        about = [f"{worker.id}  {_about_worker(worker, now)}{waits.get(worker.id, '')}" for worker in others]
         about += [f"{slot_id}  {why_empty(slot, now)}" for slot_id, slot in empty]
         yield from _section("not in the world:", about)
         yield from _section("in cooldown:", hosts_in_cooldown(m, now))

@@ -128,6 +128,13 @@ class Options:
         "Slurm: no limit).",
         names="--max-np --max-num-proc",
     )
+    np_multiple: int = _option(
+        1,
+        kinds.COUNT,
+        "Worlds have a multiple of this number of workers, for scripts with groups of fixed size. Workers beyond that "
+        "wait as spares. Groups are on one host where possible.",
+        rare=True,
+    )
     spares: int = _option(0, kinds.NUMBER, "Number of booted workers that wait outside the world to replace lost ones.")
     hosts: tuple[str, ...] = _option(
         (), kinds.HOSTS, "Hosts and their numbers of slots (default: localhost with -np slots).", names="-H --hosts"

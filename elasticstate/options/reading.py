@@ -37,6 +37,7 @@ def read_options(
                 f"-np/--num-proc is missing: {behind!r} after COMMAND belongs to COMMAND. Write options before COMMAND."
             )
         values.update(_default_np(values))
+        values["np"] = _whole_groups(values, values["np"])
     return _complete(values, list(command))
 
 
@@ -49,7 +50,7 @@ def read_options_to_check(
     """
     values = _parse(given, environ)
     _use_allocation(values, environ)
-    options = _complete({"np": max(1, values.get("min_np", 1)), **values}, ["true"])
+    options = _complete({"np": max(values.get("np_multiple", 1), values.get("min_np", 1)), **values}, ["true"])
     return options, frozenset(values)
 
 
@@ -113,8 +114,14 @@ def _use_allocation(values: dict[str, Any], environ: Mapping[str, str] | None) -
         )
     values["discovery"] = "slurm"
     if "np" not in values:
-        values["np"] = max(slots, values.get("min_np", 1))
-        values.setdefault("min_np", 1)
+        values["np"] = max(_whole_groups(values, slots), values.get("min_np", 1))
+        values.setdefault("min_np", values.get("np_multiple", 1))
+
+
+def _whole_groups(values: Mapping[str, Any], workers: int) -> int:
+    """Return the largest multiple of ``--np-multiple`` up to this number, at least one group."""
+    multiple: int = values.get("np_multiple", 1)
+    return max(multiple, workers - workers % multiple)
 
 
 def _default_np(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +167,7 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         values.setdefault("reset_limit", 0)
     values.setdefault("min_np", np)
     values.setdefault("max_np", None if is_elastic else np)
+    _refuse_broken_groups(values)
     if values["min_np"] > np:
         raise OptionError(
             f"--min-np: {values['min_np']}: must be at most -np, which is {np}. Lower --min-np, or raise -np."
@@ -219,6 +227,19 @@ def _refuse_unfit_source(values: Mapping[str, Any]) -> None:
             raise OptionError(f"--discovery: {discovery!r}: excludes {option}. Give only one of them.")
         if name not in values and discovery == source and source != "list":
             raise OptionError(f"--discovery: {discovery!r}: requires {option}. Add it.")
+
+
+def _refuse_broken_groups(values: Mapping[str, Any]) -> None:
+    """Raise OptionError if a number of workers is no multiple of ``--np-multiple``."""
+    multiple = values.get("np_multiple", 1)
+    for name in ("np", "min_np", "max_np"):
+        number = values[name]
+        if number is not None and number % multiple:
+            option, more = declarations()[name].names[0], number - number % multiple + multiple
+            valid = f"{more - multiple} or {more}" if number > multiple else more
+            raise OptionError(
+                f"{option}: {number}: must be a multiple of --np-multiple, which is {multiple}. Give {valid}."
+            )
 
 
 def _refuse_early_shutdown(values: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from elasticstate.core.step import new_membership, next_deadline, step
 from elasticstate.driver.record import Reattachment, Record, newer
 from elasticstate.net import messages
 from elasticstate.options import Options
-from tests.kit.policy import policy_of
+from tests.kit.policy import in_pairs, policy_of
 from tests.kit.simulation.verified import Verified
 
 HOSTS = ("a", "b", "c")
@@ -67,6 +67,8 @@ class PlainJob:
             elastic_timeout_s=100.0,
             horovod=rng.random() < 0.2,
         )
+        if seed % 4 == 1:
+            self.policy = in_pairs(self.policy)
         self.m = new_membership(self.policy)
         self.now = 0.0
         self.events = Verified(self.policy)
@@ -114,7 +116,7 @@ class PlainJob:
         assert {place.size for place in places} == {len(places)}
         assert len({(p.generation, p.store_host, p.restarts) for p in places}) == 1
         assert self.policy.fewest(places[0].generation - 1) <= len(places)
-        assert self.policy.max_np is None or len(places) <= self.policy.max_np
+        assert len(places) == self.policy.fitting(len(places)), "I4"
         assert places[0].store_host == started[0].worker.host
         for host in {effect.worker.host for effect in started}:
             here = [p for e, p in zip(started, places, strict=True) if e.worker.host == host]

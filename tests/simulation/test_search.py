@@ -48,6 +48,7 @@ LARGE = {
     "an error and a freeze": job(1, 1, errors=1, freezes=1),
     "an unreachable host and a crash": job(1, 1, cuts=1, kills=1),
     "a cut link and a crash": job(1, 1, links=1, kills=1),
+    "a crash with an incomplete group": job(2, 1, min_np=2, kills=1, policy=(("np_multiple", 2),)),
 }
 
 
@@ -85,6 +86,7 @@ class Mutant:
 END_NOW = "t.End(generation, None, cause, failure.hang)"
 TWICE = replace(job(1, kills=2), twice=True)
 CROWDED = job(2, 1, max_np=2, kills=2)
+GROUPS = job(2, 1, min_np=2, policy=(("np_multiple", 2),))
 DISTANT = job(2, 1, policy=(("min_interrupt_distance_s", 2.0),))
 BEHIND_GATE = "    if isinstance(d.phase, Finishing):\n        return\n    hosts"
 MUTANTS = (
@@ -104,12 +106,16 @@ MUTANTS = (
         job(1, 1, min_np=2),
         "I4",
     ),
-    Mutant("I4", "worlds.choose", "found[: d.policy.max_np]", "found[:]", CROWDED, "I4"),
-    Mutant("I4", "slots._vacancies", "- taken", "- 0", job(1, 1, max_np=1), "more workers were started than max_np"),
+    Mutant("I4", "worlds.choose", "d.policy.fitting(len(found) + (late is not None))", "len(found)", CROWDED, "I4"),
+    Mutant("I4", "policy.Policy.fitting", "most % self.np_multiple", "0", GROUPS, "I4: whole groups"),
+    Mutant(
+        "I4", "slots._vacancies", "- _taken(d)", "- 0", job(1, 1, max_np=1), "more workers were started than max_np"
+    ),
     Mutant("I5", "worlds.staying", "if not worker.draining", "", job(1, 1, notices=1), "I5"),
     Mutant("I5", "slots._Plan.__init__", "if host.cooldown_until <= d.now]", "]", job(1, 1, losses=1), "I5"),
     Mutant("I6", "running._join_time", "d.ledger.planned_at +", "0.0 *", DISTANT, "I6: minimum distance"),
     Mutant("I6", "worlds.choose", "candidates(d)", "candidates(d)[:1]", job(1, 1), "I6: who is READY joins"),
+    Mutant("I6", "running._who_changes", "max(0, d.policy.fitting(", "max(1, (", GROUPS, "I6: newcomers that complete"),
     Mutant(
         "I6", "running._who_changes", "= candidates(d)", "= candidates(d) or d.members()", job(1, 1), "I6: newcomers"
     ),

@@ -59,6 +59,7 @@ SCENARIOS = (
     "state_lost",
     "stopped",
     "stopped_too_late",
+    "whole_groups",
 )
 
 

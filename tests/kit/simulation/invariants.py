@@ -382,6 +382,7 @@ class Checker:
         self._leases, self._stands_still = {}, False
         assert policy.fewest(world.generation - 1) <= world.size, "I4"
         assert policy.max_np is None or world.size <= policy.max_np, "I4"
+        assert world.size % policy.np_multiple == 0, "I4: whole groups"
         order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]
         survivors = {worker: self._ages[worker] for worker in members if worker in self._ages}
         assert world.members == naive_placements(members, survivors, order), "I2"
@@ -418,13 +419,13 @@ class Checker:
         assert not any(hosts.issuperset(link) for link in self._cut), "I20: a world with a cut link"
         left_out = [w for w in after.workers.values() if w.ready is not None and not w.draining and not w.gone]
         apart = [w.id for w in left_out if self._is_apart(w.id, hosts)]
-        assert len(apart) == len(left_out) or len(members) == after.policy.max_np, "I6: who is READY joins"
+        most = after.policy.fitting(len(members) + len(left_out) - len(apart))
+        assert len(members) == most, "I6: who is READY joins"
+        self.reached["incomplete group"] += most < len(members) + len(left_out) != after.policy.max_np
         if apart and not draining:
-            self._is_the_largest(before, after.policy.max_np, members, apart)
+            self._is_the_largest(before, members, apart)
 
-    def _is_the_largest(
-        self, before: Membership, max_np: int | None, members: list[t.WorkerId], apart: list[t.WorkerId]
-    ) -> None:
+    def _is_the_largest(self, before: Membership, members: list[t.WorkerId], apart: list[t.WorkerId]) -> None:
         """Check that no larger part of the READY workers could have been the world, whose hosts all have links, and
         that has the job's state."""
         ready = [*members, *apart]
@@ -437,8 +438,8 @@ class Checker:
             inside = [worker for worker in ready if worker.host in part]
             if any(part.issuperset(link) for link in self._cut) or decides.isdisjoint(inside):
                 continue
-            size = min(len(inside), max_np or len(inside))
-            assert size <= len(members), f"I20: {len(inside)} workers of {part} can form a world"
+            size = before.policy.fitting(len(inside))
+            assert size <= len(members), f"I20: {size} workers of {part} can form a world"
         assert not decides.isdisjoint(members), "I20: the part without the job's state"
         self.reached["a part"] += 1
         self.reached["a part of several"] += len(self._cut) > 1
@@ -524,8 +525,10 @@ class Checker:
         assert generation == self.generation
         assert generation not in self._ended
         draining = any(w.draining for w in after.workers.values() if w.joined == generation and not w.gone)
-        ready = any(w.ready is not None and not w.draining for w in after.workers.values())
+        ready = sum(w.ready is not None and not (w.draining or w.gone) for w in after.workers.values())
         assert draining or ready, "I6: newcomers cause an interrupt only when they are ready"
+        size = sum(w.joined == generation and not w.gone for w in after.workers.values())
+        assert draining or after.policy.fitting(size + ready) > size, "I6: newcomers that complete no group"
         distance_s = after.policy.min_interrupt_distance_s
         assert draining or self._planned_at is None or now >= self._planned_at + distance_s, "I6: minimum distance"
         self.reached["hold"] += 1

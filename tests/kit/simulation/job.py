@@ -16,7 +16,7 @@ from elasticstate.core.step import (
     next_deadline,
     step,
 )
-from tests.kit.policy import policy_of
+from tests.kit.policy import in_pairs, policy_of
 from tests.kit.simulation.books import Books
 from tests.kit.simulation.invariants import Checker, each
 from tests.kit.simulation.judge import Judge
@@ -58,6 +58,8 @@ class Job:
             cooldown_range_s=(1.0, 4.0),
             spares=rng.choice((0, 0, 1)),
         )
+        if seed % 4 == 1:
+            self.policy = in_pairs(self.policy)
         self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)), uneven=rng.random() < 0.2)
         self.m = new_membership(self.policy)
         self.now = 0.0

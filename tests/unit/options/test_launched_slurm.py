@@ -20,6 +20,11 @@ def read(environ: dict[str, str], **given: str) -> Options:
     return read_options(given, ["train.py"], environ)
 
 
+def test_the_workers_of_an_allocation_are_whole_groups() -> None:
+    options = read(ALLOCATION, np_multiple="2")
+    assert (options.np, options.min_np, options.max_np) == (4, 2, None)
+
+
 @pytest.mark.parametrize(
     ("more", "slots_per_host", "slots"),
     [

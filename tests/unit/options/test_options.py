@@ -76,6 +76,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
     given |= {"pod_selector": {"listen": "[::1]", "token_file": "f"}}.get(name, {})
+    given |= {"np": "6"} if name == "np_multiple" else {}
     given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
     values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in declarations()[name].twins]
     plain = getattr(read_options({"np": "9"}, COMMAND, {}), name)
@@ -85,6 +86,25 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
 def test_the_command_line_has_precedence_over_the_environment() -> None:
     assert read({"ELASTICSTATE_DRAIN_TIMEOUT": "7"}).drain_timeout_s == 7
     assert read({"ELASTICSTATE_DRAIN_TIMEOUT": "7"}, drain_timeout_s="3").drain_timeout_s == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"np": "5"}, "-np: 5: must be a multiple of --np-multiple, which is 4. Give 4 or 8."),
+        ({"np": "8", "min_np": "2"}, "--min-np: 2: must be a multiple of --np-multiple, which is 4. Give 4."),
+        ({"np": "8", "max_np": "9"}, "--max-np: 9: must be a multiple of --np-multiple, which is 4. Give 8 or 12."),
+    ],
+)
+def test_numbers_of_workers_that_are_no_whole_groups_are_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read_options({"np_multiple": "4", **given}, COMMAND, {})
+    assert str(caught.value) == said
+
+
+def test_numbers_of_workers_that_are_not_given_are_whole_groups() -> None:
+    options = read_options({"np_multiple": "4", "hosts": "a:5,b:5"}, COMMAND, {})
+    assert (options.np, options.min_np, options.max_np) == (8, 8, 8)
 
 
 @pytest.mark.parametrize(
