@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.driver.report import CALL_FILE, OUTCOME_FILE, LaunchOutcome, result_name
+from elasticstate.driver.report import CALL_FILE, FAILED, OUTCOME_FILE, OWN_ERROR, LaunchOutcome, result_name
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
 from elasticstate.failures import WorkerFailure, status_of
 from elasticstate.log import logger
@@ -244,7 +244,7 @@ def _results(directory: int, status: int) -> list[Any]:
         raise ElasticError(
             f"launch(): elasticrun ended before its job: {status_of(code, number)}. See its output for the cause."
         ) from None
-    if launch_outcome.status == 1:
+    if launch_outcome.status in (FAILED, OWN_ERROR):
         raise WorkerFailedError(
             launch_outcome.root_cause or WorkerFailure(f"the job {launch_outcome.word}"), launch_outcome.failures
         )

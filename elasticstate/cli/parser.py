@@ -48,7 +48,8 @@ examples:
   elasticrun status JOB --watch                                            the world, and what the job waits for
   elasticrun --reattach JOB                                                a new driver for a job without one
 
-Exit status: 0 the workers finished; 1 failed, the root cause is printed last; 2 usage; 130 Ctrl-C; 143 SIGTERM."""
+Exit status: 0 the workers finished; 1 failed, the root cause is printed last; 2 usage; 3 failed by the script's own
+error, so do not run it again unchanged; 130 Ctrl-C; 143 SIGTERM."""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -106,7 +106,7 @@ def together(d: Draft, phase: Together) -> None:
     present = d.ledger.round
     assert present is not None
     if reason := mixture(d):
-        fail_job(d, reason)
+        fail_job(d, reason, own_error=True)
     elif has_finished(d):
         become_over(d, True)
     elif not _end_if_due(d, present):
@@ -138,7 +138,8 @@ def waiting_plain(d: Draft, phase: Waiting) -> None:
         d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
     elif d.now >= phase.since + limit_s:
         who = listed(list(missing(d, d.now)), "; ")
-        fail_job(d, f"--elastic-timeout of {limit_s:g} s expired: {d.reason}; missing: {who}", d.ledger.outage)
+        reason = f"--elastic-timeout of {limit_s:g} s expired: {d.reason}; missing: {who}"
+        fail_job(d, reason, d.ledger.outage, own_error=False)
         return
     if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
         what = f"at least {number_of(d.policy.fewest(d.generation), 'free slot')}"

@@ -301,13 +301,16 @@ def become_finishing(d: Draft) -> None:
 
 
 def finishing(d: Draft, phase: Finishing) -> None:
-    failure = phase.failure or (d.broken[0] if d.broken else None)
-    if failure is not phase.failure:
-        accounting.generation_failed(d)
-        phase = d.phase = replace(phase, failure=failure)
+    if d.broken:
+        if phase.failure is None:
+            accounting.generation_failed(d)
+        known = [phase.failure] if phase.failure is not None else []
+        phase = d.phase = replace(phase, failure=first_cause([*known, *d.broken]))
+    failure = phase.failure
     awaited = d.members() or (leavers(d) if d.now < _awaited_until(d, phase) else [])
     if not awaited:
-        become_over(d, failure is None, failure.cause if failure else None)
+        cause = failure.cause if failure else None
+        become_over(d, failure is None, cause, is_own(cause))
         return
     d.reason = f"exit gate open: waiting for the exit of {names(awaited)}"
     if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
@@ -378,8 +381,8 @@ QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new worl
 # The entries to Forming and Over, the verdict on suspects, and the counters.
 
 
-def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> None:
-    """Enter Over, from any phase. The core never leaves it."""
+def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None, own_error: bool = False) -> None:
+    """Enter Over, from any phase. The core never leaves it. ``own_error``: the script itself has failed."""
     if not succeeded and cause is not None:
         accounting.job_failed(d)
     if cause is not None:
@@ -393,19 +396,28 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> 
             signal=cause.signal,
             error=cause.error,
         )
-    d.effects.append(t.EndJob(succeeded, cause))
+    d.effects.append(t.EndJob(succeeded, cause, own_error))
     d.phase = Over(succeeded, d.now)
     d.reason = cause.reason if cause is not None else "all workers have finished"
 
 
-def fail_job(d: Draft, reason: str, first: t.RootCause | None = None) -> None:
-    """End the job as failed. The root cause describes ``first``, the failure that came first, if it is given."""
+def is_own(cause: t.RootCause | None) -> bool:
+    """Return True if a worker's own exit code is the cause: no signal, no lost host, no time-out."""
+    return cause is not None and bool(cause.exit_code)
+
+
+def fail_job(d: Draft, reason: str, first: t.RootCause | None = None, own_error: bool | None = None) -> None:
+    """End the job as failed. The root cause describes ``first``, the failure that came first, if it is given.
+
+    ``own_error``: the script itself has failed; None: if ``first`` is a worker's own exit code.
+    """
+    own_error = is_own(first) if own_error is None else own_error
     if d.ledger.highest is not None and not _holds_a_commit(d):
         accounting.all_lost(d)
     if first is None:
-        become_over(d, False, t.RootCause(reason, generation=d.generation))
+        become_over(d, False, t.RootCause(reason, generation=d.generation), own_error)
     else:
-        become_over(d, False, replace(first, reason=f"{reason}; first failure: {first.reason}"))
+        become_over(d, False, replace(first, reason=f"{reason}; first failure: {first.reason}"), own_error)
 
 
 def _holds_a_commit(d: Draft) -> bool:
@@ -495,7 +507,7 @@ def settle(d: Draft, phase: Forming) -> None:
     """Count the ended generation, which all members have left. End the job if a limit is exceeded."""
     ledger, policy, failure = d.ledger, d.policy, phase.failure
     if d.world is not None and ledger.own_errors == d.world.size and ledger.own_error is not None:
-        become_over(d, False, ledger.own_error)
+        become_over(d, False, ledger.own_error, True)
         return
     if ledger.highest is not None and ledger.highest.generation >= phase.ended:
         d.update_ledger(no_progress=0, no_progress_cause=None)

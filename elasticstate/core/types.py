@@ -805,6 +805,7 @@ class EndJob:
 
     succeeded: bool
     root_cause: RootCause | None = None
+    own_error: bool = False  # the script's own error: another attempt would fail in the same way
 
 
 Effect = (

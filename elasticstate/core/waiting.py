@@ -136,7 +136,7 @@ def waiting(d: Draft, phase: Waiting) -> None:
     if d.broken and d.ledger.outage is None:
         d.update_ledger(outage=d.broken[0].cause)
     if reason := mixture(d):
-        fail_job(d, reason)
+        fail_job(d, reason, own_error=True)
     elif d.ledger.kind == "plain":
         waiting_plain(d, phase)
     elif has_finished(d):
@@ -174,7 +174,7 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
             reason = f"--{option}-timeout of {limit_s:g} s expired: {d.reason}"
             who = listed(list(missing(d, d.now)), "; ")
             help = f". {remedy}" if (remedy := links.remedy(d)) else ""
-            fail_job(d, f"{reason}; missing: {who}{help}", d.ledger.outage)
+            fail_job(d, f"{reason}; missing: {who}{help}", d.ledger.outage, own_error=False)
     elif not phase.noticed and d.now >= phase.since + policy.waiting_notice_s:
         fewest = number_of(policy.fewest(d.generation), "ready worker")
         d.note_waiting(f"at least {fewest}", listed(list(missing(d, d.now)), "; "), links.remedy(d))
@@ -247,7 +247,8 @@ def form(d: Draft) -> bool:
         late = f"no worker of the slot was ready within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
         d.warn(f"retained commit {commit} of {slot_id} is given up: {late}")
     if lost and durable_source(d) is None:
-        fail_job(d, f"StateLostError: no host holds a commit any more; {_last_seen(d)}", d.ledger.outage)
+        reason = f"StateLostError: no host holds a commit any more; {_last_seen(d)}"
+        fail_job(d, reason, d.ledger.outage, own_error=False)
     else:
         if lost:
             d.warn(f"no host holds a commit any more; {_last_seen(d)}; the job resumes from the newest durable copy")
@@ -284,7 +285,7 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
         d.warn(f"{reason}; the job resumes from the newest durable copy")
         become_running(d, chosen)
         return True
-    fail_job(d, f"StateLostError: {reason}", d.ledger.outage)
+    fail_job(d, f"StateLostError: {reason}", d.ledger.outage, own_error=False)
     return True
 
 

@@ -40,7 +40,15 @@ from elasticstate.driver.record import (
     lost_hosts,
     next_record,
 )
-from elasticstate.driver.report import LaunchResults, Outcome, ReplicationSums, Report, function_to_call
+from elasticstate.driver.report import (
+    FAILED,
+    OWN_ERROR,
+    LaunchResults,
+    Outcome,
+    ReplicationSums,
+    Report,
+    function_to_call,
+)
 from elasticstate.driver.screen import Screen
 from elasticstate.driver.standbys import Standbys
 from elasticstate.driver.status import overview_of, status_text
@@ -399,7 +407,7 @@ class Driver:
                     self._journal.event(event_file.Replication, **event)
         except DiscoveryError as error:
             cause = t.RootCause("the first call of host discovery failed", error=str(error))
-            self._state.outcome = Outcome(1, "failed", cause)
+            self._state.outcome = Outcome(FAILED, "failed", cause)
         finally:
             if event := replications.rest(self._loop.time()):
                 self._journal.event(event_file.Replication, **event)
@@ -640,9 +648,9 @@ class Driver:
                 agents.send(host, effect) if host else agents.send_to_all(effect)
             case t.World():
                 self._publish(effect)
-            case t.EndJob(succeeded, cause):
-                ended = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
-                self._state.outcome = self._state.stopped or ended
+            case t.EndJob(succeeded, cause, own_error):
+                failed = Outcome(OWN_ERROR if own_error else FAILED, "failed", cause)
+                self._state.outcome = self._state.stopped or (Outcome(0, "succeeded") if succeeded else failed)
 
     def _complete(self, effect: t.StartWorker) -> t.StartWorker:
         """Return the message with all that the core does not know."""
@@ -680,7 +688,7 @@ class Driver:
                     "debugpy.listen(5678) in the script, and attach an editor by way of "
                     f"ssh -L 5678:localhost:5678 {worker.host}"
                 )
-                self._state.outcome = Outcome(1, "failed", t.RootCause(reason))
+                self._state.outcome = Outcome(FAILED, "failed", t.RootCause(reason))
             elif not is_single:
                 self._report.log(
                     f"--debug-rank {rank}: {worker} reads the terminal; limits of waits are a week, or off"

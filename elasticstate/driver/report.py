@@ -46,6 +46,10 @@ def _slot_name(worker: str) -> str:
     return worker.partition("#")[0]
 
 
+FAILED = 1  # exit status: another attempt may succeed
+OWN_ERROR = 3  # exit status: the script's own error, which would come again
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Outcome of the job."""
@@ -242,7 +246,7 @@ class Report:
         """
         if line := self._forget_world():
             self.log(line)
-        status = {0: "succeeded", 1: "failed"}.get(outcome.status, "stopped")
+        status = {0: "succeeded", FAILED: "failed", OWN_ERROR: "failed"}.get(outcome.status, "stopped")
         generation, fields = figures.generations, figures.fields()
         self.event(
             "job_finished", event_file.JobFinished(generation=generation, status=status, driver=driver, **fields)
@@ -520,7 +524,7 @@ class LaunchResults:
         try:
             await asyncio.gather(*(self._fetch_from(host, slots, patience_s) for host, slots in hosts.items()))
         except OSError as problem:  # ConnectionError is an OSError
-            return Outcome(1, "failed", RootCause(f"could not fetch the results of the workers: {problem}"))
+            return Outcome(FAILED, "failed", RootCause(f"could not fetch the results of the workers: {problem}"))
         return outcome
 
     async def _fetch_from(self, host: str, slots: list[tuple[int, int]], patience_s: float) -> None:

@@ -270,7 +270,7 @@ def test_the_error_that_a_worker_writes_down_is_the_root_cause(tmp_path: Path) -
     )
     with running(tmp_path, "-np", "1", "--reset-limit", "0", sys.executable, "-c", script) as job:
         status, _, stderr = job.end()
-    assert status == 1
+    assert status == 3
     assert stderr.splitlines()[-1] == "elasticrun:   ValueError: the first error"
 
 

@@ -217,7 +217,7 @@ def test_breakpoint_without_a_terminal_says_what_to_do(
     tmp_path: Path, options: tuple[str, ...], stdin: str | None
 ) -> None:
     done = run(tmp_path, *options, write(tmp_path, text="breakpoint()\n"), stdin=stdin)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "This worker has no terminal." in done.stderr
     assert "--debug-rank" in done.stderr
 

@@ -220,7 +220,7 @@ def test_a_job_never_begins_anew_because_its_copies_cannot_be_read(tmp_path: Pat
     for copy in place.iterdir():
         damage(copy / "part-1.head")
     with Job(third, *options, steps=5) as job:
-        job.finish(status=1)
+        job.finish(status=3)
         assert "all copies are damaged" in job.output
         assert not job.log("enter")
 

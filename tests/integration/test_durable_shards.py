@@ -301,5 +301,5 @@ def test_a_world_that_dies_while_it_attaches_never_mixes_a_copy_with_new_weights
             check(job, 2, step)
             assert len(saved(job)) == 1
     with small("third", "net", "", "--reset-limit", "0") as job:
-        job.finish(status=1)
+        job.finish(status=3)
         assert "attach() has the values net, and the commit has model" in job.output

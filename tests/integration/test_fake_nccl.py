@@ -145,7 +145,7 @@ def test_a_group_that_a_rank_never_makes_has_a_limit(tmp_path: Path, monkeypatch
 
 def test_a_backend_that_cannot_be_aborted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJob(tmp_path, monkeypatch, "-np", "2", names=["nccl"], nccl_is="torchcomms") as job:
-        job.finish(1, timeout=60)
+        job.finish(3, timeout=60)
         assert (
             "torch has made no part of NCCL for CUDA tensors, but 'torchcomms'" in job.events("root_cause")[0]["error"]
         )
@@ -297,7 +297,7 @@ def test_a_planned_change_aborts_nothing_that_runs(tmp_path: Path, monkeypatch: 
 
 def test_a_version_of_nccl_that_does_not_survive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJob(tmp_path, monkeypatch, "-np", "2", version=[2, 28, 3]) as job:
-        job.finish(1, timeout=60)
+        job.finish(3, timeout=60)
         assert "UsageError: --backend: 'nccl': NCCL 2.28.3: " in job.events("root_cause")[0]["error"]
         assert "set ELASTICSTATE_ANY_NCCL=1" in job.output
 
@@ -311,7 +311,7 @@ def test_whoever_wants_that_version_may_have_it(tmp_path: Path, monkeypatch: pyt
 
 def test_nccl2_that_torch_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJob(tmp_path, monkeypatch, "-np", "1", names=["nccl"], backend="nccl2") as job:
-        job.finish(1, timeout=60)
+        job.finish(3, timeout=60)
         assert "has no backend nccl2. Use --backend nccl" in job.output
 
 

@@ -21,7 +21,7 @@ def test_a_command_that_fails_at_once_ends_the_job_with_its_error_once_per_worke
     script = "raise KeyError('the cause')"
     with running(tmp_path, "-np", "2", sys.executable, "-c", script) as job:
         status, _, stderr = job.end()
-    assert status == 1
+    assert status == 3
     first, _, last = stderr.partition("elasticrun: root cause: ")
     assert first.count("KeyError: 'the cause'") == len(job.events("worker_started"))
     lines = last.splitlines()
@@ -35,7 +35,7 @@ def test_a_command_that_fails_at_once_ends_the_job_with_its_error_once_per_worke
 def test_a_command_that_is_not_found_ends_the_job_at_once(tmp_path: Path) -> None:
     with running(tmp_path, "-np", "1", "no-such-command") as job:
         status, _, stderr = job.end()
-    assert status == 1
+    assert status == 3
     assert [event["worker"] for event in job.events("worker_started")] == ["localhost:0#1"]
     assert stderr.partition("elasticrun: root cause: ")[2].splitlines() == [
         "every worker failed before the first world; first failure: localhost:0#1 exited with 127",
@@ -47,7 +47,7 @@ def test_all_workers_restart_when_one_fails_while_another_boots(tmp_path: Path) 
     script = "case $ELASTICSTATE_WORKER in localhost:0:*) exec sleep 60;; esac; echo 'the cause' >&2; exit 7"
     with running(tmp_path, "-np", "2", "sh", "-c", script) as job:
         status, _, stderr = job.end()
-    assert status == 1
+    assert status == 3
     started = [event["worker"] for event in job.events("worker_started")]
     assert started[2:] == [f"localhost:{slot}#{number}" for number in (2, 3) for slot in (0, 1)]
     assert stderr.partition("elasticrun: root cause: ")[2].splitlines() == [

@@ -74,7 +74,7 @@ def test_a_step_of_an_optimizer_that_no_commit_can_restore_is_an_error(tmp_path:
     values, text = FORGOTTEN[forgotten]
     script = command(tmp_path, values)
     with Job(tmp_path, *OPTIONS, command=script) as job:
-        job.finish(1)
+        job.finish(3)
     assert text in job.events("root_cause")[0]["error"].splitlines()[-1]
     assert len(job.events("world_formed")) == 1, "the job must not spin"
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)

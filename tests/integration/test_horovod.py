@@ -146,7 +146,7 @@ def test_models_that_become_unlike_end_the_job_with_the_same_error_on_all_ranks(
     )
     (tmp_path / "script.py").write_text(program)
     with Job(tmp_path, "-np", "2", command=[sys.executable, str(tmp_path / "script.py")]) as job:
-        job.finish(1)
+        job.finish(3)
         message = (
             "CallUsageError: the ranks do not make the same call: rank 0: a step of "
             "DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1) with nothing more; "

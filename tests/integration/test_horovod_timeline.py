@@ -134,5 +134,5 @@ def test_horovods_variable_names_a_directory_that_does_not_exist(
 ) -> None:
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "none" / "trace.json"))
     with start(tmp_path, 2) as job:
-        job.finish(1)
+        job.finish(3)
         assert f"there is no directory {tmp_path / 'none'}" in job.output

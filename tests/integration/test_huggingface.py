@@ -196,7 +196,7 @@ def test_ranks_that_would_train_alone_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     with Job(tmp_path, "-np", "2", command=[sys.executable, str(script)]) as job:
-        job.finish(1)
+        job.finish(3)
     assert "UsageError: The Accelerator is in a world of 1, and elasticstate in a world of 2." in job.output
     assert "use TrainingArguments(use_cpu=True) or Accelerator(cpu=True)" in job.output
 

@@ -47,6 +47,6 @@ def test_commits_that_were_told_of_and_are_damaged_are_made_up_for(tmp_path: Pat
 
 def test_a_newcomer_may_not_call_collectives_at_the_top(tmp_path: Path) -> None:
     with Job(tmp_path, *OPTIONS, command=command(tmp_path / "logs", "in training", "--collective")) as job:
-        job.finish(1)
+        job.finish(3)
         assert len(job.log("dies")) == 1
         assert "UsageError: A new worker called a collective before the function decorated with run" in job.output

@@ -27,7 +27,7 @@ def lost_device(tmp_path: Path, *options: str, **script: object) -> Job:
 @NO_GPU
 def test_nccl_without_a_device_is_told_with_its_remedy(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "1", "--backend", "nccl") as job:
-        job.finish(1)
+        job.finish(3)
         cause = job.events("root_cause")[0]
         assert "UsageError: --backend: 'nccl': " in cause["error"]
         assert "--backend gloo" in job.output.splitlines()[-1]

@@ -124,7 +124,7 @@ def test_a_keeper_that_drains_hands_its_commits_over(tmp_path: Path) -> None:
 def test_values_that_differ_by_rank_end_a_job_with_followers(options: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "one_copy_guard.py")]
     with Job(tmp_path, "-np", "2", *options, command=command) as job:
-        job.finish(status=1 if options else 0)
+        job.finish(status=3 if options else 0)
     (error,) = [str(event["error"]) for event in job.events("root_cause")] or [""]
     assert ("seen: rank 0 | rank 1." in error) == bool(options), error
     assert ("has trained" in job.output) != bool(options)

@@ -132,14 +132,14 @@ def test_a_tutorial_script_survives_a_kill_and_a_hosts_leave_and_return(tmp_path
 
 def test_workers_of_both_kinds_in_one_job_are_an_error(tmp_path: Path) -> None:
     with plain(tmp_path, "-np", "2", run_rank=1) as job:
-        job.finish(1)
+        job.finish(3)
     (cause,) = job.events("root_cause")
     assert "init_process_group() was called outside run, although localhost:1#1 uses run. " in cause["reason"]
 
 
 def test_an_error_of_the_script_restarts_all_up_to_the_limit_and_is_the_root_cause(tmp_path: Path) -> None:
     with plain(tmp_path, "-np", "2", "--max-restarts", "1", fail_rank=1, fail_always=True) as job:
-        job.finish(1)
+        job.finish(3)
     (cause,) = job.events("root_cause")
     assert cause["reason"].startswith("reset limit: 2 worlds have failed, --reset-limit is 1; first failure:")
     assert (cause["worker"], cause["rank"], cause["exit_code"]) == ("localhost:1#2", 1, 1)

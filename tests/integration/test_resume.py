@@ -231,7 +231,7 @@ def test_commits_that_are_not_ours_are_not_claimed(tmp_path: Path) -> None:
 
 def test_a_commit_of_another_layout_is_not_claimed(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "1", steps=60, misfit=True, fault=["kill@30:rank=0"]) as job:
-        job.finish(status=1)
+        job.finish(status=3)
     cause = job.events("root_cause")[0]
     assert "the newest commit does not fit the objects of a new process" in cause["reason"]
     assert re.search(r"StateMisfitError: commit \(1, \d+\) is whole, but cannot be loaded", cause["error"])
@@ -257,7 +257,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_commit_directory_that_is_too_small_is_a_clear_error(small: Path, tmp_path: Path) -> None:
     options = ("-np", "2", "--reset-limit", "0", "--commit-dir", str(small))
     with Job(tmp_path, *options, steps=5, ballast=8) as job:
-        job.finish(status=1)
+        job.finish(status=3)
     error = job.events("root_cause")[0]["error"]
     assert f"CommitStorageError: commits do not fit into --commit-dir {small} of host localhost" in error
     assert "for each of 2), and 2" in error

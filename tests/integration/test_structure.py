@@ -75,7 +75,7 @@ def test_a_commit_that_no_new_process_can_take_ends_the_job_with_the_reason(tmp_
     copies = tmp_path / "copies"
     options = ("-np", "2", "--durable-dir", str(copies))
     with job_of(tmp_path / "job", "grow", "all", options=options) as job:
-        job.finish(status=1)
+        job.finish(status=3)
     cause = job.events("root_cause")[0]
     assert "the newest commit does not fit the objects of a new process" in cause["reason"]
     assert "have different parameters: 2.bias, 2.weight" in cause["error"]
@@ -88,7 +88,7 @@ def test_a_commit_that_no_new_process_can_take_ends_the_job_with_the_reason(tmp_
 
 def test_a_job_below_min_np_whose_newcomers_cannot_take_the_state_ends_with_the_reason(tmp_path: Path) -> None:
     with job_of(tmp_path / "job", "grow", "one", options=("-np", "2", "--min-np", "2")) as job:
-        job.finish(status=1, timeout=60)
+        job.finish(status=3, timeout=60)
     cause = job.events("root_cause")[0]
     assert "--min-np is 2, and no new process can load the state of the job" in cause["reason"]
     assert "have different parameters: 2.bias, 2.weight" in cause["error"]

@@ -132,7 +132,7 @@ def test_the_root_and_then_a_receiver_die_in_the_first_sync(tmp_path: Path) -> N
 
 def test_an_exception_in_all_workers_at_one_step_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "2", "--min-np", "1", *FAST, steps=300, fault=["raise@20"]) as job:
-        job.finish(1)
+        job.finish(3)
         assert job.fired() == 2
         assert "ValueError: a bug of the user's at step" in job.output.splitlines()[-1]
         assert len(job.events("world_formed")) == 1, "the job must not spin"

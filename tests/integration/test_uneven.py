@@ -78,7 +78,7 @@ def test_a_newcomer_joins_while_a_rank_is_out_of_inputs(tmp_path: Path) -> None:
 
 def test_early_termination_throws_on_all_ranks(tmp_path: Path) -> None:
     with start(tmp_path, Hosts(tmp_path).set("localhost:3"), 5, 40, 40, throw=True) as job:
-        job.finish(1)
+        job.finish(3)
         thrown = job.log("thrown")
         assert {line["rank"] for line in thrown} == {0, 1, 2}
         assert {line["step"] for line in thrown} == {5}

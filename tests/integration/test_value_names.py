@@ -19,7 +19,7 @@ REMEDY = "Construct the state with the same names and kinds of values on every r
 )
 def test_in_the_first_world_the_job_ends_with_the_error(more: str, text: str, tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "3", "--min-np", "1", *FAST, steps=60, more=[more]) as job:
-        job.finish(1)
+        job.finish(3)
     assert len(job.events("world_formed")) == 1, "the job must not spin"
     assert [event["exit_code"] for event in job.events("worker_exited")] == [1] * 3
     error = job.events("root_cause")[0]["error"].splitlines()[-1]

@@ -223,8 +223,9 @@ def describe(effect: t.Effect) -> str:
         case t.Note(event, fields):
             shown = " ".join(f"{key}={value!r}" for key, value in fields if value not in ((), [], None, ""))
             return f"note {event} {shown}"
-        case t.EndJob(succeeded, cause):
-            return f"EndJob succeeded: {succeeded}" if cause is None else f"EndJob succeeded: {succeeded}; {cause}"
+        case t.EndJob(succeeded, cause, own_error):
+            own = ", own error" if own_error else ""
+            return f"EndJob succeeded: {succeeded}{own}" + (f"; {cause}" if cause is not None else "")
         case t.StopWorker(worker, reason, kill):
             return f"StopWorker {worker}{' (kill)' if kill else ''}: {reason}"
         case t.StopAgent(host, reason):

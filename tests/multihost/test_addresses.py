@@ -135,9 +135,9 @@ def test_plain_scripts_need_no_names_either(
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def root_cause(job: Job) -> str:
+def root_cause(job: Job, status: int = 1) -> str:
     """Wait for the end of a job that fails. Return the line with its root cause."""
-    job.finish(1)
+    job.finish(status)
     (line,) = [line for line in job.output.splitlines() if "root cause" in line]
     return line
 
@@ -145,7 +145,7 @@ def root_cause(job: Job) -> str:
 @pytest.mark.long  # unit/worker/test_addresses.py has the error
 def test_an_interface_that_does_not_exist_is_named_at_once(network: Network, tmp_path: Path) -> None:
     with start(network, tmp_path, "-H", "a:1,b:1", before=["env", "GLOO_SOCKET_IFNAME=eth7"]) as job:
-        assert "every worker failed before the first world" in root_cause(job)
+        assert "every worker failed before the first world" in root_cause(job, 3)
     assert "GLOO_SOCKET_IFNAME=eth7: this host has no network interface 'eth7', only eth0, lo." in job.output
     assert job.events("world_formed") == []
 

@@ -142,7 +142,7 @@ def test_a_job_runs_no_pickle_of_another_user(tmp_path: Path, public: Path) -> N
     options = ("-np", "1", "--durable-dir", str(public), "--reset-limit", "0")
     forged = as_planted(save(public, FAR, commit_of({"step": Payload(marker)}, pickle.dumps(Payload(marker)))))
     with Job(refused, *options, steps=3) as job:
-        job.finish(status=1)
+        job.finish(status=3)
     assert f"{forged} belongs to user {NOBODY}, not to this user (0)" in job.output
     assert "name another directory to begin anew" in job.output
     aside = public / "aside"

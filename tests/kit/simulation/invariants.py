@@ -343,7 +343,9 @@ class Checker:
             case t.Terminate(generation):
                 assert generation == self.generation
                 self.reached["stopped"] += 1
-            case t.EndJob(succeeded, cause):
+            case t.EndJob(succeeded, cause, own_error):
+                assert not own_error or (cause is not None and cause.signal is None), "no error of the script itself"
+                self.reached["own error"] += own_error
                 assert succeeded == (cause is None) or (self._stopped and not succeeded)
                 assert effect is effects[-1], "the end of the job comes last"
                 assert isinstance(after.phase, Over)
