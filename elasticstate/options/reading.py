@@ -37,7 +37,8 @@ def read_options(
                 f"-np/--num-proc is missing: {behind!r} after COMMAND belongs to COMMAND. Write options before COMMAND."
             )
         values.update(_default_np(values))
-        values["np"] = _whole_groups(values, values["np"])
+        if (np := _whole_groups(values, values["np"])) != values["np"]:
+            values.update(np=np, reason_of_np=f"{values['reason_of_np']}, in whole groups of {values['np_multiple']}")
     return _complete(values, list(command))
 
 

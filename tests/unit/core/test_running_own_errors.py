@@ -1,0 +1,65 @@
+"""The end of a job says whether the script itself has failed: another attempt would fail in the same way."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticstate.core import types as t
+from elasticstate.core.step import Membership
+from tests.kit.core import RUNNING, drive, ended
+
+LEFT = "ready a:0#1 in=1 commit=1.0 + ready a:1#1 in=1 commit=1.0"
+GATE = RUNNING + "2.0 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1\n"
+ROUND = "0.0 hosts a:3\n0.1 agent-joined a\n"
+SOON = {"reset_limit": 0}
+
+
+@pytest.mark.parametrize(
+    ("script", "own", "policy"),
+    [
+        (f"{RUNNING}2.0 exit a:2#1 code=1\n2.1 {LEFT}", True, SOON),
+        (f"{RUNNING}2.0 exit a:2#1 signal=9\n2.1 {LEFT}", False, SOON),
+        (f"{RUNNING}2.0 unresponsive a:2#1\n2.1 {LEFT}", False, SOON),
+        (f"{RUNNING}2.0 agent-lost a was killed\n900.0 time", False, {}),
+        (f"{RUNNING}2.0 exit a:2#1 code=1 + exit a:1#1 code=1\n2.1 ready a:0#1 in=1 commit=1.5\n900.0 time", False, {}),
+        (f"{ROUND}1.0 exit a:0#1 code=2 + exit a:1#1 code=2 + exit a:2#1 code=2", True, {}),
+        (
+            f"{ROUND}1.0 store-joined 1\n2.0 exit a:1#1 code=1\n2.1 exit a:0#1 signal=15 + exit a:2#1 signal=15",
+            True,
+            SOON,
+        ),
+        (
+            f"{ROUND}1.0 store-joined 1\n2.0 exit a:1#1 signal=11\n2.1 exit a:0#1 signal=15 + exit a:2#1 signal=15",
+            False,
+            SOON,
+        ),
+        (f"{GATE}3.0 exit a:0#1 code=0 + exit a:1#1 code=3 + exit a:2#1 code=0", True, {}),
+        (f"{GATE}3.0 exit a:0#1 code=0 + exit a:1#1 code=0 + exit a:2#1 signal=9", False, {}),
+    ],
+    ids=(
+        *("an exit code", "a signal", "a hang", "a lost host", "a time-out after an exit code", "every worker at once"),
+        *(
+            "an exit code without run",
+            "a crash without run",
+            "an exit code behind the gate",
+            "a signal behind the gate",
+        ),
+    ),
+)
+def test_the_script_has_failed_if_a_worker_has_ended_with_an_exit_code(
+    script: str, own: bool, policy: dict[str, int]
+) -> None:
+    lines = script.splitlines()
+    effects: list[t.Effect] = []
+    m: Membership | None = None
+    for line in lines:
+        m, more = drive(line, m, **policy) if line.strip() else (m, [])
+        effects += more
+    assert (ended(effects).succeeded, ended(effects).own_error) == (False, own)
+
+
+def test_behind_the_gate_the_first_death_is_the_cause_although_it_is_reported_last() -> None:
+    m, _ = drive(GATE + "3.0 exit a:0#1 code=1 at=20 + exit a:1#1 code=1 at=21")
+    _, effects = drive("3.1 exit a:2#1 signal=9 at=10", m)
+    end = ended(effects)
+    assert (end.own_error, end.root_cause and end.root_cause.signal) == (False, 9)
