@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.kit import forks
 from tests.kit.terminal import Terminal
 
 ELASTICRUN = [sys.executable, "-m", "elasticstate"]
@@ -51,7 +52,7 @@ def talk(terminal: Terminal) -> str:
     prompt(terminal)
     terminal.keys(b"p state.step * 1111\n")
     prompt(terminal, 2)
-    assert "3333" in terminal.rows
+    assert "3333" in terminal.rows, "\n".join(terminal.rows)
     terminal.keys(b"c\n")
     terminal.read_to_the_end()
     text = "\n".join(terminal.rows)
@@ -75,8 +76,7 @@ def test_commands_that_read_the_terminal(tmp_path: Path, command: str) -> None:
     (tmp_path / "talks.py").write_text("x = 1\nbreakpoint()\nprint(input('name? '))\n")
     (tmp_path / "talks.sh").write_text(f"#!/bin/sh\n{sys.executable} talks.py\n")
     (tmp_path / "talks.sh").chmod(0o755)
-    line = f"{' '.join(ELASTICRUN)} -np 1 {command}"
-    with Terminal(tmp_path, "sh", "-c", line) as terminal:
+    with Terminal(tmp_path, *ELASTICRUN, "-np", "1", *shlex.split(command)) as terminal:
         prompt(terminal)
         terminal.keys(b"p 2 * 1111\n")
         prompt(terminal, 2)
@@ -114,7 +114,7 @@ def test_one_rank_of_several_has_the_terminal(tmp_path: Path) -> None:
         asked = terminal.bytes.count(b"(Pdb) ")
         terminal.keys(b"p state.step * 1111\n")
         prompt(terminal, asked + 1)
-        assert "3333" in terminal.rows
+        assert "3333" in terminal.rows, "\n".join(terminal.rows)
         terminal.keys(b"c\n")
         terminal.read_to_the_end()
         text = "\n".join(terminal.rows)
@@ -197,17 +197,26 @@ def test_a_terminal_without_echo_is_set_right(tmp_path: Path) -> None:
         assert termios.tcgetattr(terminal.master) == before
 
 
-def run(directory: Path, *arguments: str, stdin: str | None = "") -> subprocess.CompletedProcess[str]:
-    given = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    return subprocess.run([*ELASTICRUN, *arguments], cwd=directory, capture_output=True, text=True, timeout=60, **given)
+def run(directory: Path, *arguments: str, stdin: str | None = "") -> tuple[int, str, str]:
+    """Run elasticrun with a pipe as stdin, or with /dev/null. Return its exit status, stdout and stderr."""
+    if stdin is None:
+        job = forks.elasticrun(arguments, directory)
+    else:
+        reading, writing = os.pipe()
+        os.write(writing, stdin.encode())
+        os.close(writing)
+        job = forks.elasticrun(arguments, directory, stdin=reading)
+        os.close(reading)
+    stdout, stderr = job.communicate(timeout=60)
+    return job.returncode, stdout, stderr
 
 
 @pytest.mark.parametrize("preload", [(), ("--preload", "off")], ids=" ".join)
 def test_a_pipe_is_the_stdin_of_a_single_worker(tmp_path: Path, preload: tuple[str, ...]) -> None:
     (tmp_path / "t.py").write_text("import sys\nprint(input('? '), sys.stdin.read().split(), flush=True)\n")
-    done = run(tmp_path, "-np", "1", *preload, "t.py", stdin="one\ntwo\nthree\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[localhost:0] ? one ['two', 'three']\n"
+    status, stdout, stderr = run(tmp_path, "-np", "1", *preload, "t.py", stdin="one\ntwo\nthree\n")
+    assert status == 0, stderr
+    assert stdout == "[localhost:0] ? one ['two', 'three']\n"
 
 
 @pytest.mark.parametrize(
@@ -216,10 +225,10 @@ def test_a_pipe_is_the_stdin_of_a_single_worker(tmp_path: Path, preload: tuple[s
 def test_breakpoint_without_a_terminal_says_what_to_do(
     tmp_path: Path, options: tuple[str, ...], stdin: str | None
 ) -> None:
-    done = run(tmp_path, *options, write(tmp_path, text="breakpoint()\n"), stdin=stdin)
-    assert done.returncode == 3
-    assert "This worker has no terminal." in done.stderr
-    assert "--debug-rank" in done.stderr
+    status, _, stderr = run(tmp_path, *options, write(tmp_path, text="breakpoint()\n"), stdin=stdin)
+    assert status == 3
+    assert "This worker has no terminal." in stderr
+    assert "--debug-rank" in stderr
 
 
 @pytest.mark.parametrize(
@@ -231,6 +240,6 @@ def test_breakpoint_without_a_terminal_says_what_to_do(
     ],
 )
 def test_a_rank_that_cannot_have_the_terminal_is_refused(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
-    done = run(tmp_path, *options, "true", stdin=None)
-    assert done.returncode == 2
-    assert words in done.stderr
+    status, _, stderr = run(tmp_path, *options, "true", stdin=None)
+    assert status == 2
+    assert words in stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kit.forks import Started, Template
 from tests.kit.job import Job
 
 SCRIPT = """
@@ -70,16 +70,18 @@ def command(folder: Path, values: str, enter: str = "", commit: str = "") -> lis
 
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
-def test_a_step_of_an_optimizer_that_no_commit_can_restore_is_an_error(tmp_path: Path, forgotten: str) -> None:
+def test_a_step_of_an_optimizer_that_no_commit_can_restore_is_an_error(
+    template: Template, tmp_path: Path, forgotten: str
+) -> None:
     values, text = FORGOTTEN[forgotten]
     script = command(tmp_path, values)
     with Job(tmp_path, *OPTIONS, command=script) as job:
         job.finish(3)
     assert text in job.events("root_cause")[0]["error"].splitlines()[-1]
     assert len(job.events("world_formed")) == 1, "the job must not spin"
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert text in done.stderr.splitlines()[-1]
+    status, _, error = Started(template, tmp_path / "alone", script[1:]).finish(60)
+    assert status == 1
+    assert text in error.splitlines()[-1]
     assert not (tmp_path / "died").exists()
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pyte
 
+from tests.kit import forks
+
 LINE = re.compile(r"^(waiting for|running|generation) .*")
 
 
@@ -26,20 +28,9 @@ class Terminal:
     def __init__(self, directory: Path, *command: str, **environment: str) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        variables = {"TERM": "xterm", "ELASTICSTATE_JOB_NAME": f"live-{os.getpid()}", **environment}
-        # a session of its own, whose terminal this is
-        begin = (
-            "import fcntl, os, sys, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\nos.execvp(sys.argv[1], sys.argv[1:])"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", begin, *command],
-            cwd=directory,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env={**os.environ, **variables},
-        )
+        job = f"live-{os.getpid()}"
+        variables = {**os.environ, "TERM": "xterm", "ELASTICSTATE_JOB_NAME": job, **environment}
+        self.process = _begin(directory, command, variables, slave)
         os.close(slave)
         self.screen = pyte.Screen(100, 30)
         self._stream = pyte.ByteStream(self.screen)
@@ -91,3 +82,23 @@ class Terminal:
 
     def keys(self, data: bytes) -> None:
         os.write(self.master, data)
+
+
+def _begin(
+    directory: Path, command: tuple[str, ...], variables: dict[str, str], terminal: int
+) -> forks.Forked | subprocess.Popen[bytes]:
+    """Start a command in a session of its own, whose terminal this is. ``elasticrun`` forks from the template."""
+    if command[:3] == (sys.executable, "-m", "elasticstate"):
+        variables = forks.environment(variables)
+        if forks.is_as_imported(forks.template().environment, variables):
+            return forks.template().fork(command[1:], variables, (terminal, terminal, terminal), 1, directory)
+    begin = "import fcntl, os, sys, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\nos.execvp(sys.argv[1], sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", begin, *command],
+        cwd=directory,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        env=variables,
+    )

@@ -192,7 +192,11 @@ def template() -> Template:
 
 
 def elasticrun(
-    arguments: Sequence[str], directory: Path, variables: Mapping[str, str] = os.environ, one_pipe: bool = False
+    arguments: Sequence[str],
+    directory: Path,
+    variables: Mapping[str, str] = os.environ,
+    one_pipe: bool = False,
+    stdin: int = subprocess.DEVNULL,
 ) -> Piped | subprocess.Popen[str]:
     """Start ``elasticrun`` with pipes: forked from the template, if what that has imported is the same here.
 
@@ -203,7 +207,7 @@ def elasticrun(
         return subprocess.Popen(
             [sys.executable, "-m", "elasticstate", *arguments],
             cwd=directory,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if one_pipe else subprocess.PIPE,
             env=variables,
@@ -213,8 +217,9 @@ def elasticrun(
     err, stderr = (None, stdout) if one_pipe else os.pipe()
     with open(os.devnull) as nothing:
         agents = 4 if {"--host-discovery-script", "-H"} & {*arguments} else 1
-        command, descriptors = ["-m", "elasticstate", *arguments], (nothing.fileno(), stdout, stderr)
-        pid = template().fork(command, variables, descriptors, agents, directory).pid
+        given = nothing.fileno() if stdin == subprocess.DEVNULL else stdin
+        command = ["-m", "elasticstate", *arguments]
+        pid = template().fork(command, variables, (given, stdout, stderr), agents, directory).pid
     for descriptor in {stdout, stderr}:
         os.close(descriptor)
     return Piped(pid, os.fdopen(out), None if err is None else os.fdopen(err))

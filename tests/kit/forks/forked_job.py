@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -48,12 +48,15 @@ _READ_BY_OTHERS = (
 _READ_LATER = re.compile(
     "|".join(
         [
-            *(r"ELASTICSTATE_\w+", r"HOROVOD_\w+", r"PYTEST_\w+", "XDG_RUNTIME_DIR", "TMPDIR", "HOME", "PATH"),
+            *(r"ELASTICSTATE_\w+", r"HOROVOD_\w+", r"PYTEST_\w+", "XDG_RUNTIME_DIR", "TMPDIR", "HOME", "PATH", "TERM"),
             *OF_WORKERS,
             *_READ_BY_OTHERS,
         ]
     )
 )
+
+_HIGH = 50
+"""Descriptors of an agent from here on are none that its driver passes on."""
 
 
 def is_as_imported(environment: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -86,18 +89,50 @@ class Child:
         self.wait()
 
 
+class _Agent(Child):
+    """A process that becomes an agent when this one, its driver, lets it."""
+
+    def __init__(self) -> None:
+        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdin, write = os.pipe()
+        # No file objects yet: those that the next agent inherits would close descriptors of other files there.
+        if (pid := _fork()) == 0:
+            self._link.close()
+            _become_agent(stdin, end)
+        os.close(stdin)
+        end.close()
+        self._write = write
+        super().__init__(pid)
+
+    def start(self, *inherited: int) -> Child:
+        """Let it become an agent, with stdout and stderr of this process, and with further descriptors."""
+        self.stdin = os.fdopen(self._write, "wb", buffering=0)
+        with suppress(OSError):  # it was killed
+            socket.send_fds(self._link, [json.dumps(inherited).encode()], [1, 2, *inherited])
+        self._link.close()
+        return self
+
+    def end(self) -> None:
+        os.close(self._write)
+        self._link.close()
+        self.wait()
+
+
 def prepare(agents: int) -> None:
     """Fork agents, and let the driver, which this process becomes, start these before others."""
-    started = [_agent() for _ in range(agents)]
-    waiting = [Child(pid, os.fdopen(stdin, "wb", buffering=0)) for pid, stdin in started]
+    waiting = [_Agent() for _ in range(agents)]
     from elasticstate import launchers
 
     start = launchers._start
-    launchers._start = lambda: waiting.pop() if waiting else start()  # type: ignore[assignment, return-value]
+
+    def start_agent() -> Child | subprocess.Popen[bytes]:
+        return waiting.pop().start(*launchers._stdins) if waiting else start()
+
+    launchers._start = start_agent  # type: ignore[assignment]
 
     def end() -> None:
         for child in waiting:
-            child.communicate()
+            child.end()
 
     atexit.register(end)
     _watch_loops()
@@ -111,30 +146,30 @@ def _watch_loops() -> None:
         watch_loops(path)
 
 
-def _agent() -> tuple[int, int]:
-    """Fork a process that becomes an agent as soon as parameters come to its stdin. Return its id, and its stdin.
-
-    The descriptor has no owner yet: a file object that the next agent inherits would close a descriptor of another file
-    there.
-    """
-    read, write = os.pipe()
-    pid = _fork()
-    if pid == 0:
-        _become_agent(read)
-    os.close(read)
-    return pid, write
-
-
-def _become_agent(stdin: int) -> NoReturn:
+def _become_agent(stdin: int, link: socket.socket) -> NoReturn:
     """Do what ``python -m elasticstate.agent`` does in a new process."""
     os.setsid()
     os.dup2(stdin, 0)
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    prepare_template(lambda: _is_closed(0) and os._exit(2))
+    own = os.dup2(link.detach(), _HIGH, inheritable=False)
+    os.closerange(3, own)
+    os.closerange(own + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    prepare_template(lambda: _take_descriptors(own))
     os.chdir(PACKAGE)
     gc.enable()
     _watch_loops()
     script.run([sys.executable, "-m", "elasticstate.agent"])
+
+
+def _take_descriptors(own: int) -> None:
+    """Wait for the descriptors that a new process would inherit. End if there are none: the job needs no such agent."""
+    with socket.socket(fileno=own) as link:
+        request, descriptors, _, _ = socket.recv_fds(link, 1000, 3)
+    if not request:
+        os._exit(2)
+    for number, descriptor in zip((1, 2, *json.loads(request)), descriptors, strict=True):
+        if number != descriptor:
+            os.dup2(descriptor, number, inheritable=number < 3)
+            os.close(descriptor)
 
 
 def prepare_template(wait: Callable[[], object] = lambda: None) -> None:
@@ -157,13 +192,6 @@ def enter(host: int) -> None:
         os.close(kind)
 
 
-def _is_closed(pipe: int) -> bool:
-    """Wait for data in a pipe or its end. Return True if it has ended."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    return not poll.poll()[0][1] & select.POLLIN
-
-
 def _fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of OpenBLAS's threads
@@ -175,12 +203,14 @@ class _Prepared:
 
     def __init__(self) -> None:
         agent = os.getpid()
-        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = _fork()
         if self._pid == 0:
-            self._link.close()
+            link.close()
             _become_template(end, agent)
         end.close()
+        with link:
+            self._link = socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, _HIGH))
 
     def popen(self, arguments: list[str], **options: Any) -> Child | subprocess.Popen[bytes]:
         """Start the template process: the prepared one, if it still lives and has imported the same modules."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import elasticstate.worker.script as script  # isort: skip - its exit function must be the last one to run
 
+import fcntl
 import gc
 import importlib
 import json
 import os
 import socket
 import sys
+import termios
 import time
 import warnings
 
@@ -40,7 +42,7 @@ def run(
     """Run a command in a child of ``parent``, as a new Python process would. ``agents``: 0, if it is no elasticrun.
 
     ``directory``: "", if that of this process is right. ``host``: a process on the simulated host on which the command
-    runs; 0, if that is this machine.
+    runs; 0, if that is this machine. A terminal as stdin becomes that of the command's session.
     """
     if (pid := fork()) != 0:
         link.send(str(pid).encode())
@@ -56,14 +58,17 @@ def run(
     if host:
         forked_job.enter(host)
         os.setsid()
+    if os.isatty(0):
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal of the new session
     os.chdir(directory)
     gc.set_threshold(*threshold)
     if host and {"agent", "elasticstate.agent"} & {*command[:3]}:
         forked_job.prepare_template()
     if agents:
         forked_job.prepare(agents)
-        script.exit_after_finalization = os._exit  # to take modules down means to copy those of torch first
     gc.enable()
+    script.exit_after_finalization = os._exit  # to take modules down means to copy those of torch first
     script.run([sys.executable, *command])
 
 

@@ -1,5 +1,6 @@
 """Runs at the start of each Python process of the tests: drivers and agents watch their event loops."""
 
+import atexit
 import gc
 import os
 import sys
@@ -7,6 +8,15 @@ import sys
 # Imports make almost no garbage. With Python's own threshold, collections take a third of the time of importing torch,
 # which many processes of the tests do. Scripts and jobs that fork have Python's own (kit/forks).
 gc.set_threshold(200_000, *gc.get_threshold()[1:])
+
+
+def _freeze() -> None:
+    """Skip the collection at the end of the process, which takes half a second with torch. Triton needs it."""
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
+atexit.register(_freeze)  # the last exit function
 
 if "ELASTICSTATE_TEST_SLOW_CALLBACKS" in os.environ:
     command = sys.orig_argv[1:3]
