@@ -214,10 +214,15 @@ def run_job(found: Found, folder: Path, backend: str, machine: Machine, faults: 
     """Run a job under these faults, and check its result. ``of``: begin of the names of figures and checks."""
     from faults import TRAIN, Training
 
+    from tests.kit import forks
+
     milliseconds: dict[str, list[float]] = {}
     began = time.monotonic()
     script = machine.script()
-    with Training(folder, backend, machine.size, *script, patience_s=machine.patience_s) as training:
+    # On the simulated device the job forks, as those of tests do. On a GPU all processes are new ones.
+    in_use, within = (forks.template_in_use(set()), ()) if machine.fake else (contextlib.nullcontext(), ("env",))
+    patience_s = machine.patience_s
+    with in_use, Training(folder, backend, machine.size, *script, patience_s=patience_s, within=within) as training:
         try:
             training.wait_until_full()
             found.figure(f"{of}seconds until the first steps of all", round(time.monotonic() - began, 1))
@@ -230,16 +235,29 @@ def run_job(found: Found, folder: Path, backend: str, machine: Machine, faults: 
             changed = training.changed_processes
             found.check(f"{of}survivors keep their processes", not changed, "; ".join(changed))
             note_job(found, training, of)
-    alone = [sys.executable, str(TRAIN), "--folder", str(folder), *script, "--alone", str(steps)]
-    undisturbed = subprocess.run(alone, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+        undisturbed = digest_alone([str(TRAIN), "--folder", str(folder), *script, "--alone", str(steps)], machine)
     found.figure(f"{of}steps", steps)
     found.check(
         f"{of}the weights have the same bits as without faults",
-        digests == {undisturbed.stdout.strip()},
+        digests == {undisturbed},
         f"{len(digests)} kinds of weights, {steps} steps",
     )
     struck = sum(map(len, milliseconds.values()))
     found.check(f"{of}{len(faults)} faults", struck == len(faults), f"{struck} have struck")
+
+
+def digest_alone(command: list[str], machine: Machine) -> str:
+    """Run the training without a job. Return the digest of its weights."""
+    if not machine.fake:
+        return subprocess.check_output([sys.executable, *command], text=True, timeout=120, cwd=ROOT).strip()
+    from tests.kit import forks
+
+    with tempfile.TemporaryDirectory() as name:
+        started = forks.Started(forks.template(), Path(name, "alone"), command, forks.environment())
+        status, printed, error = started.finish(120)
+    if status != 0:
+        raise RuntimeError(f"the training without a job has ended with status {status}: {error[-TAIL:]}")
+    return printed.strip()
 
 
 def note_job(found: Found, training: Any, of: str) -> None:

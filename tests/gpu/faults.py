@@ -27,8 +27,13 @@ OPTIONS = (
 class Training:
     """The job. ``strike()`` makes one fault, waits until the world is full again, and returns what was measured."""
 
-    def __init__(self, folder: Path, backend: str, size: int, *script: str, patience_s: float) -> None:
-        """``patience_s``: longest wait for the next step after a fault, and then for the full world."""
+    def __init__(
+        self, folder: Path, backend: str, size: int, *script: str, patience_s: float, within: tuple[str, ...]
+    ) -> None:
+        """``patience_s``: longest wait for the next step after a fault, and then for the full world.
+
+        ``within``: as of :class:`Job`.
+        """
         folder.mkdir(parents=True)
         self.size = size
         self._patience_s = patience_s
@@ -39,7 +44,7 @@ class Training:
         sizes = ("-np", str(size), "--min-np", "1", "--max-np", str(size))
         options = (*sizes, "--backend", backend, *OPTIONS, *self._hosts.options)
         command = [sys.executable, str(TRAIN), "--folder", str(folder), *script]
-        self.job = Job(folder, *options, command=command, within=("env",))  # env: a process of its own
+        self.job = Job(folder, *options, command=command, within=within)
         self.changed_processes: list[str] = []
         """Survivors that did not keep their process."""
 
