@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.kit.forks import PACKAGE, SCRIPTS, Started, Template, elasticrun, environment
+from tests.kit import forks
+from tests.kit.forks import PACKAGE, SCRIPTS, Started, environment
 from tests.kit.job import Hosts, Job, Line
 
 SAMPLES = 1400
 EPOCH = 140  # batches of 10 samples
 TOLERANCE = 1e-4
 OPTIONS = ("--min-np", "1", "--join-window", "60", "--min-interrupt-distance", "0.2")
-OPTIONS += ("--verify-sync", "--preload", "lightning.pytorch")  # which takes three seconds to import
+OPTIONS += ("--verify-sync", "--preload", "lightning.pytorch")
+IMPORTED = ("lightning.pytorch", "sklearn.datasets")  # take three seconds
 EXAMPLE = PACKAGE / "examples" / "lightning_digits.py"
 GUIDE = PACKAGE / "docs" / "guides" / "lightning.md"
 SCRIPT = [sys.executable, str(SCRIPTS / "lightning_digits.py")]
@@ -37,7 +39,7 @@ def through_changes(folder: Path, *arguments: str, options: tuple[str, ...] = OP
     """Return an ended job that has survived a kill, a join and a leave, each in the middle of an epoch."""
     hosts = Hosts(folder).set("localhost:2")
     script = command(folder, "--until", str(folder / "stop"), "--step-seconds", "0.01", *arguments)
-    with Job(folder, "-np", "2", *options, *hosts.options, command=script) as job:
+    with Job(folder, "-np", "2", *options, *hosts.options, imported=IMPORTED, command=script) as job:
         mid_epoch(job, 1, size=2)
         victim = job.pid_of(0, 1)
         os.kill(victim, signal.SIGKILL)
@@ -136,17 +138,17 @@ def losses(lines: list[Line]) -> dict[Place, float]:
     return {key: total / count for key, (total, count) in sums.items()}
 
 
-def undisturbed(template: Template, folder: Path, epochs: int, *arguments: str) -> list[Line]:
+def undisturbed(folder: Path, epochs: int, *arguments: str) -> list[Line]:
     """Return the lines that the script logs when it trains alone, without elasticrun."""
     (folder / "logs").mkdir(parents=True)
     _, *script = command(folder, "--epochs", str(epochs), *arguments)
-    status, _, error = Started(template, folder / "alone", script, environment()).finish(120)
+    status, _, error = Started(forks.template(*IMPORTED), folder / "alone", script, environment()).finish(120)
     assert status == 0, error[-3000:]
     return [json.loads(line) for line in (folder / "logs" / "alone.jsonl").read_text().splitlines()]
 
 
 def test_a_job_with_changes_gives_the_losses_of_an_undisturbed_run(
-    template: Template, tmp_path: Path, record_property: Callable[[str, object], None]
+    tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     script = ["--global-batch-size", "10"]
     job = through_changes(tmp_path, *script)
@@ -157,7 +159,7 @@ def test_a_job_with_changes_gives_the_losses_of_an_undisturbed_run(
     check_files(tmp_path, final)
     assert {line["epoch"] for line in job.log("validated")} == set(range(epochs))
 
-    alone = undisturbed(template, tmp_path / "alone", epochs, *script)
+    alone = undisturbed(tmp_path / "alone", epochs, *script)
     found, expected = losses(lines), losses([line for line in alone if line["what"] == "trained"])
     assert sorted(found) == sorted(expected)
     deviation = max(abs(found[key] / expected[key] - 1) for key in expected)
@@ -181,7 +183,7 @@ def test_epochs_change_their_length_and_ticks_wait_for_the_optimizers_step(tmp_p
 
 def test_the_example_learns_in_two_workers(tmp_path: Path) -> None:
     arguments = ["-np", "2", "--preload", "lightning.pytorch", sys.executable, str(EXAMPLE), "--epochs", "3"]
-    process = elasticrun(arguments, tmp_path)
+    process = forks.elasticrun(arguments, tmp_path, imported=IMPORTED)
     printed, error = process.communicate(timeout=240)
     assert process.returncode == 0, error[-3000:]
     (accuracy,) = re.findall(r"accuracy (\d\.\d+)", printed)  # of rank 0 alone
@@ -222,7 +224,7 @@ def test_checkpoint_files_of_an_attempt_that_was_given_up_are_removed(
 ) -> None:
     files = tmp_path / "files"
     script = [sys.executable, str(SCRIPTS / "lightning_checkpoints.py"), "--files", str(files), "--place", place, *rank]
-    with Job(tmp_path, "-np", "2", *OPTIONS, command=script) as job:
+    with Job(tmp_path, "-np", "2", *OPTIONS, imported=IMPORTED, command=script) as job:
         job.finish(0)
     killed = [e["rank"] for e in job.events("worker_exited") if e["signal"] and e["generation"] == 1]
     assert sorted(killed) == ([0] if rank else [0, 1])

@@ -33,7 +33,10 @@ def check_events(path: Path) -> None:
 
 class Job:
     """One run of ``elasticrun``. Use it as a context manager: at its end it checks the job's events, and after a failed
-    test it kills all processes of the job."""
+    test it kills all processes of the job.
+
+    ``imported``: modules that take seconds, and that the process has imported from which those of the job fork.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Job:
         command: list[str] | None = None,
         before: list[str] | None = None,
         within: Sequence[str] = (),
+        imported: Sequence[str] = (),
         **script: object,
     ) -> None:
         self.directory = directory
@@ -55,6 +59,7 @@ class Job:
         command = command or [*(before or []), sys.executable, str(SCRIPTS / "train.py"), *self._arguments(script)]
         arguments = ["--events-file", str(self.events_file), *options, "--", *command]
         self.within = within
+        self.imported = imported
         self.arguments = arguments
         self.start(*arguments)
 
@@ -62,11 +67,12 @@ class Job:
         """Start ``elasticrun``, or start it again after it was killed."""
         environment = forks.environment()
         with open(self.output_file, "ab") as output, open(os.devnull) as nothing:
-            if not self.within and is_as_imported(forks.template().environment, environment):
+            template = None if self.within else forks.template(*self.imported)
+            if template is not None and is_as_imported(template.environment, environment):
                 descriptors = (nothing.fileno(), output.fileno(), output.fileno())
                 agents = 4 if {"--host-discovery-script", "-H"} & {*arguments} else 1
                 command = ["-m", "elasticstate", *arguments]
-                self.process = forks.template().fork(command, environment, descriptors, agents)
+                self.process = template.fork(command, environment, descriptors, agents)
             else:
                 command = [*self.within, sys.executable, "-m", "elasticstate", *arguments]
                 self.process = subprocess.Popen(

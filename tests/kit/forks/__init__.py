@@ -32,7 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PADDING = " " * 8192  # space for the command lines and variables of processes that fork, as /proc shows them
 
 
-_templates: list[Template] = []
+_templates: dict[tuple[str, ...], Template] = {}
 _lasting: list[set[int]] = []
 _before_the_tests: dict[str, str] = {}
 
@@ -99,20 +99,28 @@ class Piped(Forked):
 
 
 class Template:
-    """The process from which scripts and jobs fork. It imports torch once for all tests of this process."""
+    """The process from which scripts and jobs fork. It imports torch once for all tests of this process.
 
-    def __init__(self) -> None:
+    ``modules``: further modules that it imports. Then it forks from the template without them.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._lock = threading.Lock()
         self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid()), _PADDING]
         self.environment = environment(_before_the_tests)
-        with end:
-            self._process = subprocess.Popen(
-                program,
-                stdout=subprocess.DEVNULL,  # no terminal, as the files of scripts and jobs: Python looks at its start
-                pass_fds=[end.fileno()],
-                env={**self.environment, **OF_WORKERS, PADDING_VARIABLE: _PADDING},
-            )
+        self._process: Forked | subprocess.Popen[bytes]
+        with end, open(os.devnull, "w") as nothing:  # no terminal, as the files of scripts: Python looks at its start
+            if modules:
+                program = [PROGRAM, 0, os.getpid(), ",".join(modules)]
+                descriptors = (end.fileno(), nothing.fileno(), 2)
+                self._process = template().fork(program, {**self.environment, **OF_WORKERS}, descriptors)
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid()), "", _PADDING],
+                    stdout=nothing,
+                    pass_fds=[end.fileno()],
+                    env={**self.environment, **OF_WORKERS, PADDING_VARIABLE: _PADDING},
+                )
         self.pid = self._process.pid
 
     def close(self) -> None:
@@ -178,17 +186,17 @@ def template_in_use(lasting: set[int]) -> Iterator[None]:
     _before_the_tests.update(os.environ)
     yield
     _lasting.clear()
-    for each in _templates:
+    for each in reversed(_templates.values()):
         each.close()
     _templates.clear()
 
 
-def template() -> Template:
-    """Return the template of this process."""
-    if not _templates:
-        _templates.append(Template())
-        _lasting[0].add(_templates[0].pid)
-    return _templates[0]
+def template(*modules: str) -> Template:
+    """Return the template of this process, or the one that has imported further modules."""
+    if modules not in _templates:
+        _templates[modules] = Template(*modules)
+        _lasting[0].add(_templates[modules].pid)
+    return _templates[modules]
 
 
 def elasticrun(
@@ -197,10 +205,11 @@ def elasticrun(
     variables: Mapping[str, str] = os.environ,
     one_pipe: bool = False,
     stdin: int = subprocess.DEVNULL,
+    imported: Sequence[str] = (),
 ) -> Piped | subprocess.Popen[str]:
     """Start ``elasticrun`` with pipes: forked from the template, if what that has imported is the same here.
 
-    ``one_pipe``: stderr is the pipe of stdout.
+    ``one_pipe``: stderr is the pipe of stdout. ``imported``: further modules that the template has imported.
     """
     variables = environment(variables)
     if not is_as_imported(template().environment, variables):
@@ -219,7 +228,7 @@ def elasticrun(
         agents = 4 if {"--host-discovery-script", "-H"} & {*arguments} else 1
         given = nothing.fileno() if stdin == subprocess.DEVNULL else stdin
         command = ["-m", "elasticstate", *arguments]
-        pid = template().fork(command, variables, (given, stdout, stderr), agents, directory).pid
+        pid = template(*imported).fork(command, variables, (given, stdout, stderr), agents, directory).pid
     for descriptor in {stdout, stderr}:
         os.close(descriptor)
     return Piped(pid, os.fdopen(out), None if err is None else os.fdopen(err))

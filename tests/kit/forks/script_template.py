@@ -1,9 +1,9 @@
-"""``script_template.py DESCRIPTOR PARENT PADDING``: a process that has imported torch. Scripts and jobs fork from it.
+"""``script_template.py DESCRIPTOR PARENT MODULES PADDING``: a process that has imported torch. Scripts fork from it.
 
 Each request on the socket has a Python command, its environment, a number of agents, a directory and a host as JSON,
 and the descriptors of stdin, stdout and stderr. The answer is the id of its process. The process is an orphan, and so
 becomes a child of PARENT, which takes in orphans at that time. As many imports as scripts and hosts would take most of
-the time of the tests.
+the time of the tests. MODULES are further imports: a template with some forks from one without.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elasticstate.options import replace_environment  # noqa: E402
 from elasticstate.worker.template import MODULES  # noqa: E402
 
 OF_JOBS = ("elasticstate.driver.driver", "elasticstate.agent.agent", "elasticstate.cli.run")  # they fork from it, too
-for name in (*MODULES, "torch._dynamo", *OF_JOBS):
+for name in (*MODULES, "torch._dynamo", *OF_JOBS, *filter(None, sys.argv[3].split(","))):
     importlib.import_module(name)
 
 link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
