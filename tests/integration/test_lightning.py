@@ -19,8 +19,8 @@ from tests.kit import forks
 from tests.kit.forks import PACKAGE, SCRIPTS, Started, environment
 from tests.kit.job import Hosts, Job, Line
 
-SAMPLES = 1400
-EPOCH = 140  # batches of 10 samples
+SAMPLES = 700
+EPOCH = 70  # batches of 10 samples
 TOLERANCE = 1e-4
 OPTIONS = ("--min-np", "1", "--join-window", "60", "--min-interrupt-distance", "0.2")
 OPTIONS += ("--verify-sync", "--preload", "lightning.pytorch")
