@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.kit.forks import SCRIPTS, Started, Template, environment
+from tests.kit import forks
+from tests.kit.forks import SCRIPTS
 from tests.kit.job import Hosts, Job, Line
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
@@ -29,6 +30,11 @@ PRELOADED = {
     "huggingface_trainer.py": "elasticstate.huggingface.trainer",
     "huggingface_loop.py": "elasticstate.huggingface.accelerator",
 }
+IMPORTED = (
+    "elasticstate.huggingface.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+)
 ALONE = """
 from elasticstate.huggingface import Accelerator, run
 
@@ -105,11 +111,17 @@ def check_losses(job: Job, alone: list[Line], what: str) -> float:
     return max(abs(found[line["step"]]["loss"] / line["loss"] - 1) for line in alone)
 
 
-def undisturbed(template: Template, script: str, folder: Path, steps: int) -> dict[str, list[Line]]:
+def imported_by(script: str) -> tuple[str, ...]:
+    """Return the modules that take seconds to import."""
+    return IMPORTED if "trainer" in script else ()
+
+
+def undisturbed(script: str, folder: Path, steps: int) -> dict[str, list[Line]]:
     """Run the script in one process without elasticrun. Return the lines of its log by kind."""
     (folder / "logs").mkdir(parents=True)
     _, *arguments = command(script, folder, "--steps", str(steps), "--workers", "3")
-    status, _, error = Started(template, folder / "alone", arguments, environment()).finish(240)
+    template = forks.template(*imported_by(script))
+    status, _, error = forks.Started(template, folder / "alone", arguments, forks.environment()).finish(240)
     assert status == 0, error[-6000:]
     lines: dict[str, list[Line]] = {}
     for line in map(json.loads, (folder / "logs" / "alone.jsonl").read_text().splitlines()):
@@ -141,7 +153,6 @@ def check_curve(folder: Path, steps: int) -> None:
     ("script", "killed"), [pytest.param("huggingface_trainer.py", 0, marks=WITH_TRAINER), ("huggingface_loop.py", 1)]
 )
 def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
-    template: Template,
     tmp_path: Path,
     script: str,
     killed: int,
@@ -152,12 +163,13 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
     hosts = Hosts(tmp_path).set("localhost:3")
     options = (*OPTIONS, *hosts.options, "--verify-sync", "--preload", PRELOADED[script])
     train = command(script, tmp_path, "--pace", "0.03", "--commit-every", "3")
-    with Job(tmp_path, "-np", "3", "--max-np", "4", *options, command=train) as job:
+    options = ("-np", "3", "--max-np", "4", *options)
+    with Job(tmp_path, *options, imported=imported_by(script), command=train) as job:
         generations = disturb(job, hosts, killed)
     assert not re.search("new process|does not import", job.output), "workers fork, with what is preloaded"
     job.check_survival()
     check_samples(job, generations[1:])
-    alone = undisturbed(template, script, tmp_path / "alone", job.log("final")[0]["step"])
+    alone = undisturbed(script, tmp_path / "alone", job.log("final")[0]["step"])
     deviation = check_losses(job, alone["loss"], "loss")
     record_property("report", f"{script}: largest deviation of the loss on 3, 2, 3, 1, 4 workers: {deviation:.1e}")
     assert deviation <= TOLERANCE
@@ -183,7 +195,7 @@ def test_worlds_of_1_2_and_3_have_the_same_result(tmp_path: Path, kind: str, mon
     for size in (1, 2, 3):
         (folder := tmp_path / str(size)).mkdir()
         train = [sys.executable, str(SCRIPTS / "huggingface_worlds.py"), kind]
-        with Job(folder, "-np", str(size), *preload, command=train) as job:
+        with Job(folder, "-np", str(size), *preload, imported=IMPORTED if preload else (), command=train) as job:
             job.finish(0)
         (line,) = re.findall(r"result (.*)", job.output)
         found.append([float(number) for number in re.findall(r"[-\d.]+", line)])
@@ -210,7 +222,7 @@ def test_the_examples_run_in_two_workers(tmp_path: Path, monkeypatch: pytest.Mon
         folder.mkdir()
         preload = ("--preload", "elasticstate.huggingface.trainer") if name == "trainer.py" else ()
         train = [sys.executable, str(EXAMPLES / name), *arguments]
-        with Job(folder, "-np", "2", *preload, command=train) as job:
+        with Job(folder, "-np", "2", *preload, imported=imported_by(name), command=train) as job:
             job.finish(0)
         assert re.search(r"20 steps: mean loss [34]\.|3 epochs: training accuracy 0\.[89]", job.output), job.output
     assert (tmp_path / "out" / "checkpoint-20" / "model.safetensors").exists()

@@ -101,13 +101,13 @@ class Piped(Forked):
 class Template:
     """The process from which scripts and jobs fork. It imports torch once for all tests of this process.
 
-    ``modules``: further modules that it imports. Then it forks from the template without them.
+    ``modules``: further modules that it imports, in the present environment. Then it forks from the template without.
     """
 
     def __init__(self, *modules: str) -> None:
         self._lock = threading.Lock()
         self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.environment = environment(_before_the_tests)
+        self.environment = environment() if modules else environment(_before_the_tests)
         self._process: Forked | subprocess.Popen[bytes]
         with end, open(os.devnull, "w") as nothing:  # no terminal, as the files of scripts: Python looks at its start
             if modules:
