@@ -114,8 +114,8 @@ def test_a_survivor_trains_on_in_the_modes_of_its_last_tick(tmp_path: Path, what
         folder = tmp_path / who
         folder.mkdir()
         command = [sys.executable, str(SCRIPTS / "modes.py"), str(folder), what, who]
-        preload = ("--preload", "lightning.pytorch") if what == "lightning" else ()
-        with Job(folder, "-np", "2", "--min-np", "1", *preload, command=command) as job:
+        imported = ("lightning.pytorch",) if what == "lightning" else ()
+        with Job(folder, "-np", "2", "--min-np", "1", imported=imported, command=command) as job:
             job.finish(timeout=120)
         results.append(trained(job))
         assert (folder / "died").exists() is (who == "one")
