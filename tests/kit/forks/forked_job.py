@@ -21,7 +21,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -153,7 +153,8 @@ def _become_agent(stdin: int, link: socket.socket) -> NoReturn:
     own = os.dup2(link.detach(), _HIGH, inheritable=False)
     os.closerange(3, own)
     os.closerange(own + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    prepare_template(lambda: _take_descriptors(own))
+    _take_descriptors(own)
+    prepare_template()
     os.chdir(PACKAGE)
     gc.enable()
     _watch_loops()
@@ -172,10 +173,9 @@ def _take_descriptors(own: int) -> None:
             os.close(descriptor)
 
 
-def prepare_template(wait: Callable[[], object] = lambda: None) -> None:
-    """Fork the template process of this agent, which starts it later. ``wait``: what comes before further imports."""
+def prepare_template() -> None:
+    """Fork the template process of this agent, which starts it later."""
     prepared = _Prepared()
-    wait()
     import elasticstate.agent.template_process as starter
 
     starter.subprocess = types.SimpleNamespace(**vars(subprocess))  # type: ignore[assignment]
