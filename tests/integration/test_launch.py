@@ -70,7 +70,7 @@ def test_results_of_any_size_come_from_each_host() -> None:
         name = os.environ["ELASTICSTATE_WORKER"]
         return name.encode() * 300_000
 
-    results = elastic.launch(large, np=3, hosts=["localhost:1", "127.0.0.2:2"])
+    results = elastic.launch(large, np=3, hosts=["localhost:1", "127.0.0.2:2"], preload="off")
     names = ["localhost:0:1", "127.0.0.2:0:1", "127.0.0.2:1:1"]
     assert results == [name.encode() * 300_000 for name in names]
 
@@ -82,7 +82,7 @@ def test_a_command_has_arguments_and_no_result(capsys: pytest.CaptureFixture[str
 
 def test_what_cannot_be_pickled_back_is_the_workers_error() -> None:
     with pytest.raises(elastic.WorkerFailedError, match="the result is a frame that cannot be pickled"):
-        elastic.launch(lambda: sys._getframe(), np=1, reset_limit=0)
+        elastic.launch(lambda: sys._getframe(), np=1, reset_limit=0, preload="off")
 
 
 def test_only_some_ranks_are_shown_and_files_get_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,8 +263,8 @@ def test_a_notebook_launches_functions_of_its_cells_shows_what_they_print_and_ma
         assert printed.splitlines()[-1] == "[42, 42]"
         assert "[localhost:0] worker 41" in printed
         assert "elasticrun: job " in printed
-        endless = "elastic.launch(lambda: (print('up', os.getpid(), flush=True), time.sleep(600)), np=1)"
+        endless = "elastic.launch(lambda: (print('up', os.getpid(), flush=True), time.sleep(600)), np=1, preload='off')"
         printed, error = cells.run(endless, interrupt=lambda text: "] up " in text)
         assert error == "KeyboardInterrupt", printed
         assert "SIGINT: stopping the workers" in printed
-        assert json.loads(cells.run("print(elastic.launch(f, (1,), np=1))")[0].splitlines()[-1]) == [2]
+        assert json.loads(cells.run("print(elastic.launch(f, (1,), np=1, preload='off'))")[0].splitlines()[-1]) == [2]
