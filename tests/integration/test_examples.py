@@ -14,11 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.forks import Started, Template
+from tests.kit import forks
+from tests.kit.forks import Started
 from tests.kit.job import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ["custom_state.py", "lr_scaling.py", "stream.py", "uneven.py"]
+IMPORTED = ("sklearn.datasets", "sklearn.model_selection", "torchdata.stateful_dataloader")  # take two seconds
 
 
 def run(*command: str | Path, **environment: str) -> str:
@@ -41,8 +43,9 @@ def test_the_smallest_example_runs_in_two_workers_and_alone() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_example_runs_in_two_workers_and_alone(template: Template, tmp_path: Path, script: str) -> None:
-    with Job(tmp_path, "-np", "2", command=[sys.executable, str(EXAMPLES / script)]) as job:
+def test_an_example_runs_in_two_workers_and_alone(tmp_path: Path, script: str) -> None:
+    template = forks.template(*IMPORTED)
+    with Job(tmp_path, "-np", "2", imported=IMPORTED, command=[sys.executable, str(EXAMPLES / script)]) as job:
         job.finish(timeout=240)
     status, alone, error = Started(template, tmp_path / script, [EXAMPLES / script]).finish(240)
     assert job.output.strip()
@@ -58,10 +61,9 @@ def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
     assert float(losses[-1][1]) < 4.0, "a model that knows nothing has ln(128) = 4.85"
 
 
-def test_digits_reaches_its_accuracy_alone(template: Template, tmp_path: Path) -> None:
-    status, output, error = Started(template, tmp_path / "digits", [EXAMPLES / "digits.py", "--epochs", "12"]).finish(
-        240
-    )
+def test_digits_reaches_its_accuracy_alone(tmp_path: Path) -> None:
+    started = Started(forks.template(*IMPORTED), tmp_path / "digits", [EXAMPLES / "digits.py", "--epochs", "12"])
+    status, output, error = started.finish(240)
     assert status == 0, error[-3000:]
     accuracy = re.findall(r"accuracy[^0-9]*([01]\.\d+)", output)
     assert accuracy, output
@@ -91,7 +93,7 @@ def test_the_demo_survives_what_is_done_to_it() -> None:
 
 def test_a_stream_goes_on_where_the_commit_stands(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "stream.py"), "--pace", "0.02"]
-    with Job(tmp_path, "-np", "3", "--min-np", "2", command=command) as job:
+    with Job(tmp_path, "-np", "3", "--min-np", "2", imported=IMPORTED, command=command) as job:
         job.wait_for("some lines", lambda: " lines\n" in job.output)
         job.kill(1)
         job.finish(0)
