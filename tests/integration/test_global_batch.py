@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.kit.job import Hosts, Job
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
-STEPS = 200
+STEPS = 100
 TOLERANCE = 1e-4
 OPTIONS = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "2")
 
@@ -35,12 +35,12 @@ def test_a_world_of_4_2_5_and_3_workers_learns_like_4_undisturbed_ones(
         job.finish(0)
         assert [event["size"] for event in job.events("world_formed")] == [4]
     folder = tmp_path / "disturbed"
-    with gpt(folder, hosts, "--pace", "0.1") as job:
+    with gpt(folder, hosts, "--pace", "0.2") as job:
 
         def steps_of(size: int) -> None:
             job.wait_for_event("world_formed", size=size)
             begin = len(losses(folder))
-            job.wait_for(f"steps of {size} workers", lambda: len(losses(folder)) >= begin + 15)
+            job.wait_for(f"steps of {size} workers", lambda: len(losses(folder)) >= begin + 10)
 
         steps_of(4)
         job.kill(2, 3)
