@@ -43,7 +43,7 @@ assert "elasticstate" not in sys.modules
 def train(folder: Path, place: Path | str, workers: int, how: str, *options: str) -> Job:
     """Start a job that trains until the file ``stop`` exists."""
     folder.mkdir()
-    script = ["--log", str(folder / "logs"), "--how", how, "--step-seconds", "0.02", "--steps", "1"]
+    script = ["--log", str(folder / "logs"), "--how", how, "--step-seconds", "0.05", "--steps", "1"]
     script += ["--until", str(folder / "stop")]
     return Job(
         folder,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,16 @@ OF_EACH_WORLD = {
 }
 
 
+@cache
+def of_plain_torch() -> dict[str, str]:
+    """Return what the names are in a process without elasticstate."""
+    found: dict[str, str] = json.loads(subprocess.check_output([sys.executable, SCRIPT], text=True))
+    return found
+
+
 def replaced(file: Path) -> set[str]:
     """Return the names that differ from those of a process without elasticstate."""
-    plain = json.loads(subprocess.check_output([sys.executable, SCRIPT], text=True))
+    plain = of_plain_torch()
     found = json.loads(file.read_text())
     assert plain.keys() <= found.keys()
     changed = {name for name, description in plain.items() if found[name] != description}
