@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -107,11 +108,18 @@ class FaultyJob(ShardedJob):
         return self.trains_with(3, after=after, steps=3)
 
 
+def links_of(pid: int) -> Iterator[str]:
+    """Yield what the open descriptors of a process are; connections end at any time."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield os.readlink(descriptor)
+
+
 def copy_port(agent: int) -> int:
     """Return the port of a copy server: the only one at which this agent listens."""
     lines = [line.split() for line in Path(f"/proc/{agent}/net/tcp").read_text().splitlines()[1:]]
     listening = {f"socket:[{words[9]}]": int(words[1].partition(":")[2], 16) for words in lines if words[3] == "0A"}
-    (port,) = {listening[link] for link in map(os.readlink, Path(f"/proc/{agent}/fd").glob("*")) if link in listening}
+    (port,) = {listening[link] for link in links_of(agent) if link in listening}
     return port
 
 
