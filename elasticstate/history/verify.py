@@ -38,7 +38,6 @@ class Violation(NamedTuple):
 class JobCheck:
     """Checks of one run of a job. Call ``add`` for each event, then ``close``."""
 
-    job: str
     events: int = 0
     generation: int | None = None  # None: not known
     violations: list[Violation] = field(default_factory=list)
@@ -75,7 +74,6 @@ class JobCheck:
     _ends: list[int | str] = field(default_factory=list)  # by this driver
     _has_resumed: bool = False  # training
     _may_lose: bool = True  # not all was planned since training was resumed
-    _is_explained: bool = True  # a loss of commits since then, by a warning or a lost host
 
     def add(self, e: Event) -> None:
         """Check an event."""
@@ -111,8 +109,7 @@ class JobCheck:
     # --------------------------------------------------------------------------------------------------- the job
 
     def on_job_started(self, e: event_file.JobStarted) -> None:
-        self._has_begun = self._is_whole = True
-        self._may_lose = self._is_explained = False
+        self._has_begun, self._is_whole, self._may_lose = True, True, False
         self._members, self._ages = set(), {}
         self._sizes = e["min_np"], inf if e["max_np"] is None else e["max_np"]
 
@@ -128,8 +125,7 @@ class JobCheck:
         self._silent.update(range(known, generation + 1))
         self._epoch, self._sizes, self._ages = epoch, (1, inf), None
         self._has_begun, self._is_whole = True, False
-        self._trains = self._is_held = self._has_resumed = False
-        self._may_lose = self._is_explained = True
+        self._trains, self._is_held, self._has_resumed, self._may_lose = False, False, False, True
         for of_driver in (self._agents, self._leaving, self._cooldowns, self._phases, self._slots, self._ranks):
             of_driver.clear()
         self._doubts, self._ends = [], []
@@ -166,12 +162,8 @@ class JobCheck:
         commits, ticks = e["commits_lost"], e["ticks_lost"]
         self._expect(not self._has_resumed, f"training is resumed a second time in generation {e['generation']}")
         self._expect(self._may_lose or not commits + ticks, f"planned changes lost {commits} commits and {ticks} ticks")
-        self._expect(self._is_explained or not commits, f"{commits} commits lost without a warning or a lost host")
-        self._has_resumed, self._may_lose, self._is_explained = True, False, False
+        self._has_resumed, self._may_lose = True, False
         self._lost.update(commits_lost=commits, ticks_lost=ticks)
-
-    def on_warning(self, e: event_file.Warning) -> None:
-        self._is_explained = True
 
     def on_durable_copy(self, e: event_file.DurableCopy) -> None:
         self._rises("durable copy", e.get("commit"))
@@ -211,7 +203,6 @@ class JobCheck:
     def on_agent_lost(self, e: event_file.AgentLost) -> None:
         self._agents.discard(e["host"])
         self._leaving.discard(e["host"])
-        self._is_explained = True
 
     # ----------------------------------------------------------------------------------------------- the workers
 
@@ -353,7 +344,7 @@ def checks(events: Iterable[Event]) -> list[JobCheck]:
     for event in events:
         job = event["job"]
         if job not in newest or event["event"] == "job_started":
-            newest[job] = JobCheck(job)
+            newest[job] = JobCheck()
             found.append(newest[job])
         try:
             newest[job].add(event)

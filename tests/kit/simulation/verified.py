@@ -17,7 +17,7 @@ class Verified:
 
     def __init__(self, policy: Policy) -> None:
         self.lines: list[Event] = []
-        self._check = JobCheck("job")
+        self._check = JobCheck()
         self._epoch = 1
         sizes = {"np": policy.np, "min_np": policy.min_np, "max_np": policy.max_np}
         self._add("job_started", 0.0, 0, pid=1, command=["train"], **sizes)
