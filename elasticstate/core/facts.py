@@ -424,7 +424,8 @@ def _what_was_found(d: Draft, worker: Worker, event: t.GenerationFailure) -> Fai
         return Failure(d.root_cause(worker, f"{worker.id}: {event.error}"), "reported", hang=True)
     if first is None:
         return Failure(d.root_cause(worker, f"{worker.id} reported a broken generation", event.error), "reported")
-    return Failure(d.root_cause(first, f"{first.id} failed with its own error", first.suspect_error), "own")
+    cause = d.root_cause(first, f"{first.id} failed with its own error", first.suspect_error)
+    return Failure(replace(cause, is_confirmed=True), "own")
 
 
 def _gate_entered(d: Draft, worker: Worker, gate: t.Gate) -> None:

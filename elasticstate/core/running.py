@@ -402,8 +402,8 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None, own
 
 
 def is_own(cause: t.RootCause | None) -> bool:
-    """Return True if a worker's own exit code is the cause: no signal, no lost host, no time-out."""
-    return cause is not None and bool(cause.exit_code)
+    """Return True if a worker's own exit code or exception is the cause: no signal, no lost host, no time-out."""
+    return cause is not None and (cause.is_confirmed or bool(cause.exit_code))
 
 
 def fail_job(d: Draft, reason: str, first: t.RootCause | None = None, own_error: bool | None = None) -> None:
@@ -624,6 +624,7 @@ def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
         )
     if stuck:
         cause = d.root_cause(stuck[0], f"{stuck[0].id} failed with its own error", stuck[0].suspect_error)
+        cause = replace(cause, is_confirmed=True)
         error = exception_line(cause.error)
         unended = f"{names(stuck)} failed with an error, and did not exit within --regroup-timeout of {limit_s:g} s"
         warn_of_end(d, f"{unended}{error and f': {error}'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 from typing import NamedTuple
@@ -797,6 +797,7 @@ class RootCause:
     signal: int | None = None
     error: str = ""  # traceback or the end of stderr
     time_ns: int = 0  # unix time of the worker's host; 0: not known
+    is_confirmed: bool = field(default=False, repr=False)  # an own error of a worker that has not ended yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,12 @@ LEFT = "ready a:0#1 in=1 commit=1.0 + ready a:1#1 in=1 commit=1.0"
 GATE = RUNNING + "2.0 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1\n"
 ROUND = "0.0 hosts a:3\n0.1 agent-joined a\n"
 SOON = {"reset_limit": 0}
+CONFIRMED = f"""{RUNNING}
+2.0 suspect a:2#1 in=1 error=ValueError
+9.0 heartbeat a:0#1 in=1 ticks=2 + heartbeat a:1#1 in=1 ticks=2
+9.1 failure a:1#1 in=1
+9.2 {LEFT} + ready a:2#1 in=1 commit=1.0
+"""
 
 
 @pytest.mark.parametrize(
@@ -19,6 +25,7 @@ SOON = {"reset_limit": 0}
     [
         (f"{RUNNING}2.0 exit a:2#1 code=1\n2.1 {LEFT}", True, SOON),
         (f"{RUNNING}2.0 exit a:2#1 signal=9\n2.1 {LEFT}", False, SOON),
+        (CONFIRMED, True, SOON),
         (f"{RUNNING}2.0 unresponsive a:2#1\n2.1 {LEFT}", False, SOON),
         (f"{RUNNING}2.0 agent-lost a was killed\n900.0 time", False, {}),
         (f"{RUNNING}2.0 exit a:2#1 code=1 + exit a:1#1 code=1\n2.1 ready a:0#1 in=1 commit=1.5\n900.0 time", False, {}),
@@ -37,7 +44,15 @@ SOON = {"reset_limit": 0}
         (f"{GATE}3.0 exit a:0#1 code=0 + exit a:1#1 code=0 + exit a:2#1 signal=9", False, {}),
     ],
     ids=(
-        *("an exit code", "a signal", "a hang", "a lost host", "a time-out after an exit code", "every worker at once"),
+        *(
+            "an exit code",
+            "a signal",
+            "a confirmed error",
+            "a hang",
+            "a lost host",
+            "a time-out after an exit code",
+            "every worker at once",
+        ),
         *(
             "an exit code without run",
             "a crash without run",
