@@ -363,7 +363,7 @@ class Keeper:
         self._writing = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._entry = self._propose(None)
-        self._note(self._write(self.record, is_lasting=True))
+        self._note(self._write(self.record))
         votes.filed(self._entry)
 
     def watch(self) -> None:
