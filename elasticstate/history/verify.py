@@ -159,11 +159,11 @@ class JobCheck:
         self._expect(min(parts) >= 0, f"a part of the time is {min(parts)}")
 
     def on_training_resumed(self, e: event_file.TrainingResumed) -> None:
-        commits, ticks = e["commits_lost"], e["ticks_lost"]
+        commits = e["commits_lost"]  # ticks may be redone: train() may return or raise between two commits
         self._expect(not self._has_resumed, f"training is resumed a second time in generation {e['generation']}")
-        self._expect(self._may_lose or not commits + ticks, f"planned changes lost {commits} commits and {ticks} ticks")
+        self._expect(self._may_lose or not commits, f"planned changes lost {commits} commits")
         self._has_resumed, self._may_lose = True, False
-        self._lost.update(commits_lost=commits, ticks_lost=ticks)
+        self._lost.update(commits_lost=commits, ticks_lost=e["ticks_lost"])
 
     def on_durable_copy(self, e: event_file.DurableCopy) -> None:
         self._rises("durable copy", e.get("commit"))

@@ -113,7 +113,7 @@ EDITS: dict[str, tuple[list[Edit], str]] = {
     "no account": ([drop(21)], "F:21: no generation_finished of generation 1"),
     "lost ticks are not in the job's": ([put(44, ticks_lost=1)], "F:44: ticks_lost is 1, after 2 in training_resumed"),
     "training is resumed twice": ([again(23, 24)], "F:24: training is resumed a second time in generation 2"),
-    "a planned change loses ticks": ([put(23, ticks_lost=1)], "F:23: planned changes lost 0 commits and 1 ticks"),
+    "a planned change loses commits": ([put(23, commits_lost=1)], "F:23: planned changes lost 1 commits"),
     "lost commits are not in the job's": ([put(33, commits_lost=1)], "F:44: commits_lost is 0, after 1 in training"),
     "an older durable copy": (
         [insert(23, "durable_copy", **COPY, commit=[1, 9]), insert(23, "durable_copy", **COPY, commit=[1, 10])],
