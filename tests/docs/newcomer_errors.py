@@ -211,7 +211,7 @@ CASES = {
     # The slowest come first.
     "lone-barrier": Case(130, stops_at="no tick for"),
     "unequal-ticks": Case(0),
-    "shared-memory": Case(1, elasticrun=SMALL_SHM, possible=can_mount),
+    "shared-memory": Case(3, elasticrun=SMALL_SHM, possible=can_mount),
     "value-names": Case(3),
     "wrong-host": Case(1, possible=has_ssh),
     "agent-version": Case(1, driver_that_listens, NEWER),
