@@ -421,11 +421,18 @@ class Checker:
         assert not any(hosts.issuperset(link) for link in self._cut), "I20: a world with a cut link"
         left_out = [w for w in after.workers.values() if w.ready is not None and not w.draining and not w.gone]
         apart = [w.id for w in left_out if self._is_apart(w.id, hosts)]
-        most = after.policy.fitting(len(members) + len(left_out) - len(apart))
+        most = after.policy.fitting(len(members) + self._most_together([w.id for w in left_out if w.id not in apart]))
         assert len(members) == most, "I6: who is READY joins"
-        self.reached["incomplete group"] += most < len(members) + len(left_out) != after.policy.max_np
+        self.reached["incomplete group"] += len(left_out) > len(apart) and len(members) != after.policy.max_np
         if apart and not draining:
             self._is_the_largest(before, members, apart)
+
+    def _most_together(self, workers: list[t.WorkerId]) -> int:
+        """Return how many of these workers can be in one world, as far as links are known to be cut."""
+        hosts = sorted({worker.host for worker in workers})
+        parts = [{host for place, host in enumerate(hosts) if chosen >> place & 1} for chosen in range(1 << len(hosts))]
+        whole = [part for part in parts if not any(part.issuperset(link) for link in self._cut)]
+        return max(sum(worker.host in part for worker in workers) for part in whole)
 
     def _is_the_largest(self, before: Membership, members: list[t.WorkerId], apart: list[t.WorkerId]) -> None:
         """Check that no larger part of the READY workers could have been the world, whose hosts all have links, and
