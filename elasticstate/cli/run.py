@@ -129,6 +129,12 @@ def _reattach(argv: Sequence[str]) -> int:
 
     record = find_job(given.reattach)
     if record is not None:
+        for option in ("listen", "token_file"):
+            if getattr(given, option) is not None:
+                name = option.replace("_", "-")
+                raise OptionError(
+                    f"--{name}: must not be given: job {given.reattach!r} has its record on this machine."
+                )
         os.chdir(record.directory)
         return _run(replace(record.options, job_name=given.reattach), must_reattach=True)
     if given.listen is None or given.token_file is None:
@@ -142,8 +148,8 @@ def _reattach(argv: Sequence[str]) -> int:
 def _reattach_elsewhere(job: str, listen: str, token_file: str) -> int:
     """Run a new driver for a job whose record is kept by agents, which dial the address ``listen``."""
     import asyncio
-    import os
     from dataclasses import replace
+    from pathlib import Path
 
     from elasticstate.driver.election import elect
     from elasticstate.driver.votes import ReplacedError
@@ -151,12 +157,16 @@ def _reattach_elsewhere(job: str, listen: str, token_file: str) -> int:
     from elasticstate.options.kinds import ADDRESS, split_address
 
     address = value_of("--listen", listen, ADDRESS)
+    if not Path(token_file).exists():
+        raise OptionError(
+            f"--token-file: {token_file!r}: there is no such file. It holds the token of the lost driver."
+        )
     try:
-        elected = asyncio.run(elect(job, token_of_job(token_file), [split_address(address)], CONNECT_TIMEOUT_S, say))
+        elected = asyncio.run(elect(job, token_of_job(token_file), [split_address(address)], CONNECT_TIMEOUT_S, _say))
     except ReplacedError as error:
         raise OptionError(f"--reattach: {job!r}: {error}.") from None
     assert elected is not None
-    os.chdir(elected.record.directory)
+    _enter(elected.record.directory)
     elected = elected.at((), address)
     options = replace(elected.record.options, token_file=token_file)
     return _run(options, must_reattach=True, elected=elected)
@@ -177,21 +187,28 @@ def _stand_by() -> int:
 
     order = msgspec.json.decode(sys.stdin.readline(), type=StandbyOrder)
     try:
-        found = asyncio.run(stand_by(order, say, lambda port: print(port, flush=True)))
+        found = asyncio.run(stand_by(order, _say, lambda port: print(port, flush=True)))
     except ReplacedError as error:
-        say(str(error))
+        _say(str(error))
         return 1
     if found is None:
         return 0
     os.dup2(2, 1)
-    say(f"the driver of job {order.job} is lost: this host continues the job")
-    try:
-        os.chdir(found.record.directory)
-    except OSError as error:
-        say(f"{found.record.directory}, the directory of the job, does not exist on this host: {error.strerror}")
+    _say(f"the driver of job {order.job} is lost: this host continues the job")
+    _enter(found.record.directory)
     return _run(found.record.options, must_reattach=True, elected=found)
 
 
-def say(text: str) -> None:
+def _enter(directory: str) -> None:
+    """Continue in the directory in which the job was started, if this host has it."""
+    import os
+
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        _say(f"{directory}, the directory of the job: {error.strerror} on this host; it continues in {os.getcwd()}")
+
+
+def _say(text: str) -> None:
     """Print a line for the user."""
     complain("elasticrun", text)

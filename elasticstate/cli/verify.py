@@ -16,7 +16,7 @@ Check event files of jobs against what elasticstate promises.
 
 Generations rise by one, each with one world of min_np to max_np members that were started, are READY and have not
 exited. Ranks follow from ages. A generation ends before the next one begins; at a tick, only in a hold. Planned changes
-lose no commit and no tick, and copied commits get no older. While a world trains, no worker starts on a host that
+lose no commit, and copied commits get no older. While a world trains, no worker starts on a host that
 drains, or in a cooldown that the job can wait for. Each second has one cause; times, losses and failures of the
 generations add up to those of the job. Drivers count up, and job_finished is the last event."""
 

@@ -22,7 +22,7 @@ from elasticstate.history.event_files import Event
 Phase = Literal["started", "ready", "member", "unresponsive", "exited", "lost"]
 
 # The driver writes these beside the steps of the core: they may name a generation shortly before its world_formed.
-_BESIDES_STEPS = {"warning", "durable_copy", "replication", "output_blocked", "output_resumed", "sync"}
+_BESIDES_STEPS = {"warning", "durable_copy", "replication", "output_blocked", "output_resumed", "sync", "record_kept"}
 _ROUNDING_S = 1e-6  # of each time of an account
 _CLOCK_S = 0.01  # by which times of the file may differ from those of the core
 

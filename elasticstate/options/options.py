@@ -271,8 +271,8 @@ class Options:
     standbys: int | None = _option(
         None,
         kinds.LIMIT_OR_OFF,
-        "Survive the loss of this machine: agents of three hosts (five of 50) keep the record of the job, of which a "
-        "majority must live. N of them run a standby, which continues the job when elasticrun has been lost for "
+        "Survive the loss of this machine: three machines (five, with 50 hosts) keep the record of the job, and "
+        "a majority of them must live. N of them run a standby, which continues the job when elasticrun has been lost for "
         "--heartbeat-timeout. 0: only elasticrun --reattach JOB --listen continues it.",
         names="--standbys",
     )

@@ -205,7 +205,7 @@ def the_past_stays_on_the_page(page: Page) -> None:
     page.keyboard.press("Home")
     first = page.get_by_role("button", pressed=True)
     expect(first).to_be_focused()
-    expect(page.locator("#mark-text")).to_contain_text(re.compile("localhost:1"))
+    expect(page.locator("#mark-text")).to_contain_text(re.compile("joined: localhost:[01]#1"))
     words = page.get_by_role("list", name="Legend").get_by_role("listitem")
     expect(words).to_have_text(["worker or host lost", "worker hung", "left as planned", "joined", "driver restarted"])
 

@@ -11,8 +11,11 @@ gc.set_threshold(200_000, *gc.get_threshold()[1:])
 
 
 def _freeze() -> None:
-    """Skip the collection at the end of the process, which takes half a second with torch. Triton needs it."""
-    if "triton" not in sys.modules:
+    """Skip the collection at the end of the process, which takes half a second with torch.
+
+    Triton needs it, and workers end as the product lets them: that is tested.
+    """
+    if not {"triton", "elasticstate.worker.script"} & set(sys.modules):
         gc.freeze()
 
 

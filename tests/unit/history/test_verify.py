@@ -188,6 +188,14 @@ def test_one_line_says_that_a_file_holds(tmp_path: Path, capsys: pytest.CaptureF
     assert output[0].startswith("F: 57 events, 4 generations, 1 failure: holds; no job_finished: the job still runs, ")
 
 
+def test_the_record_is_kept_before_the_events_that_it_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = story()
+    insert(20, "record_kept", generation=2, hosts=["a", "b", "c"], standbys=[])(lines)
+    assert verified(tmp_path / "events", lines, capsys)[0] == 0
+
+
 def test_a_file_may_begin_and_end_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = story()
     for first in range(1, 44, 3):
