@@ -272,8 +272,8 @@ class Options:
         None,
         kinds.LIMIT_OR_OFF,
         "Survive the loss of this machine: three machines (five, with 50 hosts) keep the record of the job, and "
-        "a majority of them must live. N of them run a standby, which continues the job when elasticrun has been lost for "
-        "--heartbeat-timeout. 0: only elasticrun --reattach JOB --listen continues it.",
+        "a majority of them must live. N of them run a standby, which continues the job when elasticrun has been lost "
+        "for --heartbeat-timeout. 0: only elasticrun --reattach JOB --listen continues it.",
         names="--standbys",
     )
     stop_timeout_s: float = _option(
