@@ -15,9 +15,11 @@ import pytest
 from tests.kit.hosts import QUICK, check_no_two_worlds
 from tests.kit.job import Job, Line
 from tests.kit.network import Network, missing
+from tests.kit.series import Series, faults_file
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.long]
 NAMES = ("a", "b", "c", "e")
+OPTIONS = ("-np", "5", "--min-np", "1", "-H", "d:1,a:1,b:1,c:1,e:1", *QUICK, "--standbys", "1", "--job-name", "lost")
 
 
 @pytest.fixture
@@ -33,15 +35,20 @@ def kept(job: Job) -> Line | None:
     return newest if len(newest.get("hosts", ())) == 3 and newest["standbys"] else None
 
 
+def processes(network: Network, what: str, spared: str) -> list[int]:
+    """Return the processes with this word in their command lines, on other hosts than that of the driver."""
+    found = []
+    for host in network.hosts.values():
+        for pid in host.storage.pids() if host.has_power and host.name != spared else []:
+            with suppress(OSError):
+                if what in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
+    return found
+
+
 def kill_a_worker(network: Network, chance: random.Random, spared: str) -> None:
     """Kill a worker on another host than that of the driver."""
-    hosts = [host for host in network.hosts.values() if host.has_power and host.name != spared]
-    workers = []
-    for host in hosts:
-        for pid in host.storage.pids():
-            with suppress(OSError):
-                if "scripts/train.py" in Path(f"/proc/{pid}/cmdline").read_text():
-                    workers.append(pid)
+    workers = processes(network, "scripts/train.py", spared)
     if workers:
         with suppress(ProcessLookupError):
             os.kill(chance.choice(workers), signal.SIGKILL)
@@ -50,21 +57,7 @@ def kill_a_worker(network: Network, chance: random.Random, spared: str) -> None:
 def test_a_job_outlives_all_its_drivers(network: Network, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     minutes, seed = (pytestconfig.getoption(f"chaos_{name}") for name in ("minutes", "seed"))
     chance, until = random.Random(seed), time.monotonic() + 60 * minutes
-    options = (
-        "-np",
-        "5",
-        "--min-np",
-        "1",
-        "-H",
-        "d:1,a:1,b:1,c:1,e:1",
-        *QUICK,
-        "--standbys",
-        "1",
-        "--job-name",
-        "lost",
-    )
-    within = network["d"].storage.enter()
-    with Job(tmp_path, *options, within=within, until=tmp_path / "stop", steps=10) as job:
+    with Job(tmp_path, *OPTIONS, within=network["d"].storage.enter(), until=tmp_path / "stop", steps=10) as job:
         here, losses = "d", 0
         while not losses or time.monotonic() < until:
             job.wait_for_while_gone(f"a standby after {losses} losses", lambda: kept(job))
@@ -78,13 +71,101 @@ def test_a_job_outlives_all_its_drivers(network: Network, tmp_path: Path, pytest
             network[here].power_on()
             network[here].heal()
             here = job.events("driver_restarted")[-1]["host"]
-        commits = len(job.log("commit"))
-        job.wait_for_while_gone("commits in the end", lambda: len(job.log("commit")) > commits + 20)
+        trains_on(job)
         job.stop_file.touch()
-        job.wait_for_while_gone("the end of the job", lambda: job.events("job_finished"))
-        (finished,) = job.events("job_finished")
+        finished = ended(network, job)
         print(f"seed {seed}: {losses} hosts of drivers lost; {finished['generations']} generations")
-        assert (finished["status"], finished["commits_lost"]) == ("succeeded", 0)
-        job.wait_for_while_gone("no process", lambda: not any(network[host].processes() for host in NAMES))
-        job.check_survival()
-        check_no_two_worlds(job)
+
+
+def trains_on(job: Job) -> None:
+    commits = len(job.log("commit"))
+    job.wait_for_while_gone("more commits", lambda: len(job.log("commit")) > commits + 20)
+
+
+def ended(network: Network, job: Job) -> Line:
+    """Check the end of a job that was told to end."""
+    job.wait_for_while_gone("the end of the job", lambda: job.events("job_finished"))
+    (finished,) = job.events("job_finished")
+    assert (finished["status"], finished["commits_lost"]) == ("succeeded", 0)
+    job.wait_for_while_gone("no process", lambda: not any(network[host].processes() for host in NAMES))
+    job.check_survival()
+    check_no_two_worlds(job)
+    return finished
+
+
+class Losses:
+    """Losses of the host of the driver, each at a point that a worker on another host has reached, and waits in."""
+
+    def __init__(self, network: Network, job: Job) -> None:
+        self.network, self.job = network, job
+        self.here = "d"
+        self._count = 0
+        self._series = Series(job, 5)
+
+    def others(self, what: str) -> list[int]:
+        return processes(self.network, what, spared=self.here)
+
+    def arm(self, point: str) -> None:
+        """Let a worker that reaches this point wait there."""
+        (self.job.logs / "wait").touch()
+        self._fired = self.job.logs / f"fired-{self._series.fired}-0"
+        self._series.arm(f"wait@{point}")
+
+    def strike(self, phase: str, also: str = "") -> None:
+        """Let the host of the driver lose power as soon as a worker waits; ``also``: another host, just before."""
+        job = self.job
+        job.wait_for_while_gone(f"a worker that waits in the phase {phase}", self._fired.exists)
+        self.lose(phase, also)
+        (job.logs / "wait").unlink()
+
+    def lose(self, phase: str, also: str = "") -> None:
+        for host in filter(None, (also, self.here)):
+            self.network[host].power_off()
+        self._count += 1
+        self.job.wait_for_while_gone(
+            f"driver {self._count + 1} after a loss in the phase {phase}",
+            lambda: len(self.job.events("driver_restarted")) >= self._count,
+        )
+        lost, self.here = self.here, self.job.events("driver_restarted")[-1]["host"]
+        for host in filter(None, (also, lost)):
+            self.network[host].power_on()
+            self.network[host].heal()
+
+    def is_ready(self) -> None:
+        """Wait until the job could survive the next loss."""
+        self.job.wait_for_while_gone(f"a standby after {self._count} losses", lambda: kept(self.job))
+
+
+def test_the_host_of_the_driver_is_lost_in_each_phase(network: Network, tmp_path: Path) -> None:
+    boots = tmp_path / "boots"
+    script = {"until": tmp_path / "stop", "steps": 10, "faults_file": faults_file(tmp_path), "boot_until": boots}
+    with Job(tmp_path, *OPTIONS, within=network["d"].storage.enter(), **script) as job:
+        losses = Losses(network, job)
+        losses.is_ready()
+        losses.lose("boot")
+        boots.touch()
+        trains_on(job)
+        losses.is_ready()
+        losses.lose("training")
+        trains_on(job)
+        for phase, point in (("forming", "init"), ("sync", "sync")):
+            for also_another in (False, True):
+                losses.is_ready()
+                keepers = kept(job)
+                assert keepers is not None
+                free = [name for name in ("d", *NAMES) if name not in (*keepers["hosts"], losses.here)]
+                losses.arm(point)
+                os.kill(losses.others("scripts/train.py")[0], signal.SIGKILL)
+                losses.strike(phase, also=free[0] if also_another else "")
+                trains_on(job)
+        losses.is_ready()
+        losses.arm("leave")
+        os.kill(losses.others("elasticstate.agent")[0], signal.SIGTERM)
+        job.wait_for_while_gone("a host that drains", lambda: job.events("host_draining"))
+        losses.strike("drain")
+        trains_on(job)
+        losses.is_ready()
+        losses.arm("gate")
+        job.stop_file.touch()
+        losses.strike("exit gate")
+        ended(network, job)

@@ -36,7 +36,7 @@ SHARDED = ("commit-bytes", "seal", "reshard", "damage")  # see tests/multihost/s
 class Fault:
     """A fault: ``kill@30:rank=1``, ``raise@30:rank=all``, ``kill@init:generation=2`` or ``exit0@step=40:rank=0``."""
 
-    what: str  # kill | raise | exit0 | exit3 | segv | abort | oom | gil | spin | deadlock | busy
+    what: str  # kill | raise | exit0 | exit3 | segv | abort | oom | gil | spin | deadlock | busy | wait
     point: str
     step: int | None
     rank: int | None
@@ -152,6 +152,9 @@ class Faults:
                 until = time.monotonic() + BUSY_S / 2
                 while time.monotonic() < until:
                     pass
+            case "wait":
+                while (self._directory / "wait").exists():
+                    time.sleep(0.01)
             case "exit0":
                 os._exit(0)
             case "exit3":
