@@ -274,7 +274,8 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     reported = {commit for _, ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
     lost = {commit for commit in reported.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
     # A slot has two buffers: if the newer buffer was damaged, the older buffer holds the commit directly before.
-    is_next = any(sealed.get(slot_id) == made and ready.commit == best for slot_id, ready in readies)
+    own = {slot_id: _users_commit(d, commit) for slot_id, commit in _sealed(d)}
+    is_next = any(own.get(slot_id) == made and ready.commit == best for slot_id, ready in readies)
     return len(lost), len(seen) == len(sealed) and is_next
 
 

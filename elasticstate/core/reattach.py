@@ -21,7 +21,6 @@ from elasticstate.core.slots import record_incarnation
 from elasticstate.core.state import Draft, Failure, Finishing, Host, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership
 from elasticstate.core.types import ShardLayout, listed
-from elasticstate.core.worlds import NOTHING
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
 
@@ -35,6 +34,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     ages: tuple[int, ...] = ()  # of its members, by rank
     next_age: int = 0
     highest: t.CommitId | None = None  # newest commit with tick >= 1 that was reported
+    origins: tuple[Origin, ...] = ()  # of the last generations: what a loss of commits is counted from
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
     layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
@@ -210,9 +210,7 @@ def _account(d: Draft, remains: Remains, goes_on: bool) -> None:
 def _losses(d: Draft, remains: Remains, world: t.World, is_complete: bool) -> None:
     """Mark the downtime as a lower bound if training stands still, or will after the agents' reports: the time of the
     stop is not known."""
-    d.update_ledger(
-        origins=(Origin(world.generation, NOTHING, 0),), has_ticked=remains.has_ticked or bool(remains.highest)
-    )
+    d.update_ledger(origins=remains.origins, has_ticked=remains.has_ticked or bool(remains.highest))
     trains = remains.has_ticked or world.generation == 1
     if not (trains and is_complete) or remains.has_ended or remains.exited or remains.lost:
         d.update_ledger(losses=Losses(lower_bounds=frozenset({"downtime_s"})))

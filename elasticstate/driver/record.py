@@ -307,6 +307,7 @@ def newer(
         ages=old.ages if m.world is old.world else tuple(m.workers[w].age if w in m.workers else 0 for w in members),
         next_age=m.ledger.next_age,
         highest=m.ledger.highest,
+        origins=m.ledger.origins,
         first_round=_first_round(m),
         restarts=m.ledger.restarts,
         layouts=m.shards.layouts,

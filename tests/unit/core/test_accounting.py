@@ -202,6 +202,7 @@ def remains(**changes: object) -> Remains:
         ages=(0, 1),
         next_age=2,
         highest=t.CommitId(1, 5),
+        origins=m.ledger.origins,
         hosts=(t.HostSlots("a", 2),),
         lost=frozenset(),
         living=dict.fromkeys(workers, 2),
@@ -235,6 +236,21 @@ def test_after_a_reattach_the_downtime_is_a_lower_bound(
     policy = replace(POLICY, np=2, min_np=1, max_np=2)
     m = reattach(policy, remains(**changes), 10.0).next
     assert resumed(events, m) == expected
+
+
+def test_a_new_driver_counts_the_loss_of_the_commit_that_the_world_started_from() -> None:
+    """Its only holder is lost, and a commit before it is found: without the record of the origin nothing was lost."""
+    changes = {"ticks": 0, "exited": frozenset({t.WorkerId("a", 0, 1)}), "living": {A1: 2}}
+    m = reattach(replace(POLICY, np=2, min_np=1, max_np=2), remains(**changes), 10.0).next
+    events = """
+    10.1 agent-joined a a:1#2=2
+    10.2 exit a:0#1 signal=9
+    10.3 ready a:1#2 in=2 commit=1.3 ticks=0
+    10.7 first a:1#2 in=3
+    """
+    fields = resumed(events, m)
+    assert (fields["commits_lost"], fields["ticks_lost"]) == (1, 2)
+    assert "commits_lost" in fields["lower_bounds"]
 
 
 def test_a_world_that_trains_through_a_reattach_has_no_downtime() -> None:

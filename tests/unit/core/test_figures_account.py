@@ -178,6 +178,7 @@ def left_behind(m: Membership, at: float, **changes: object) -> Remains:
         ages=tuple(range(len(workers))),
         next_age=len(workers),
         highest=t.CommitId(1, 2),
+        origins=m.ledger.origins,
         hosts=(t.HostSlots("a", 2),),
         lost=frozenset(),
         living=dict.fromkeys(workers, m.generation),
