@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from elasticstate.core.register import Candidate, Entry, Proposer, Quorum, choose_acceptors
+from elasticstate.core.register import FEW, Candidate, Entry, Proposer, Quorum, choose_acceptors
 from elasticstate.core.types import listed
 from elasticstate.net import messages
 from elasticstate.net.names import LOCALHOST
@@ -42,7 +42,7 @@ class Votes:
             return None
         candidates = connected()
         hosts = {candidate.host for candidate in candidates}
-        if LOCALHOST not in hosts:  # else an agent of this machine can keep the record
+        if LOCALHOST not in hosts and len(hosts) < FEW:  # else an agent can keep the record
             candidates = [*candidates, Candidate(self.file, LOCALHOST)]
         best = choose_acceptors(self._proposer.present, candidates, len(hosts), self.file)
         return best if frozenset(best) != frozenset(self._proposer.present) else None
@@ -147,6 +147,6 @@ class RecordOverview(Struct, frozen=True):
         count = (len(self.hosts) - 1) // 2
         then = f"a standby on {listed(list(self.standbys))}" if self.standbys else "elasticrun --reattach --listen"
         return (
-            f"record: kept on {listed(list(self.hosts))}: the job would survive the loss of any {count} "
-            f"of them, and of the driver's machine ({then} would continue it)"
+            f"record: kept on {listed(list(self.hosts))}: the job would survive the loss of any {count} of them at a "
+            f"time, and that of the driver's machine ({then} would continue it)"
         )

@@ -100,9 +100,11 @@ PORT = 7077
 
 
 @contextmanager
-def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[forks.Piped | subprocess.Popen[str]]:
-    """Run ``elasticrun agent`` on a host, as a batch system does."""
-    arguments = ("--join", f"d:{PORT}", "--token-file", str(token), *options)
+def agent(
+    network: Network, name: str, token: Path, *options: str, drivers: str = "d"
+) -> Iterator[forks.Piped | subprocess.Popen[str]]:
+    """Run ``elasticrun agent`` on a host, as a batch system does. ``drivers``: the hosts of possible drivers."""
+    arguments = ("--join", ",".join(f"{host}:{PORT}" for host in drivers), "--token-file", str(token), *options)
     process = forks.agent(arguments, network[name].storage.pid)
     try:
         yield process

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.kit.hosts import HEARTBEAT_S, QUICK, check_no_two_worlds
+from tests.kit.hosts import HEARTBEAT_S, PORT, QUICK, agent, check_no_two_worlds
 from tests.kit.job import Job
 from tests.kit.network import Network, missing
 
@@ -158,3 +161,41 @@ def test_a_driver_that_is_started_again_on_its_machine_asks_the_agents_first(net
         job.finish()
         job.check_survival()
         assert len(job.events("world_formed")) == 1
+
+
+def test_a_new_driver_elsewhere_continues_a_job_whose_agents_dial_in(network: Network, tmp_path: Path) -> None:
+    """Two hosts work, and a third one, without slots, only keeps the record. No standby waits."""
+    token = tmp_path / "token"
+    listen = ("--listen", f"0.0.0.0:{PORT}", "--token-file", str(token))
+    options = ("-np", "2", "--min-np", "1", *QUICK, "--standbys", "0", "--job-name", "lost", *listen)
+    with ExitStack() as stack:
+        within = network["d"].storage.enter()
+        job = stack.enter_context(Job(tmp_path, *options, within=within, until=tmp_path / "stop", steps=10))
+        job.wait_for("token file", token.exists)
+        slots = {"a": "1", "b": "1", "c": "0"}
+        agents = [stack.enter_context(agent(network, n, token, "--slots", s, drivers="de")) for n, s in slots.items()]
+        trains(job, 2)
+        job.wait_for_event("record_kept", hosts=["a", "b", "c"], standbys=[])
+        network["d"].power_off()
+
+        command = [sys.executable, "-m", "elasticstate", "--reattach", "lost"]
+        wrong = subprocess.run(
+            network["e"].storage.enter(*command, *listen[:2], "--token-file", str(tmp_path / "no")),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (wrong.returncode, "there is no such file" in wrong.stderr) == (2, True), wrong.stderr
+        second = stack.enter_context(subprocess.Popen(network["e"].storage.enter(*command, *listen)))
+        stack.callback(second.kill)
+        job.wait_for_while_gone("a new driver", lambda: job.events("driver_restarted"))
+        (restarted,) = job.events("driver_restarted")
+        assert (restarted["host"], restarted["back"], restarted["lost"]) == ("e", ["a", "b"], [])
+        steps = len(job.log("commit"))
+        job.wait_for_while_gone("more commits", lambda: len(job.log("commit")) > steps + 20)
+        job.stop_file.touch()
+        assert second.wait(30) == 0
+        assert [process.wait(30) for process in agents] == [0, 0, 0]
+        job.check_survival()
+    assert len(job.events("world_formed")) == len({e["generation"] for e in job.events("world_formed")}) <= 2
+    assert job.events("worker_exited")[-1]["exit_code"] == 0

@@ -93,28 +93,26 @@ class _Agent(Child):
     """A process that becomes an agent when this one, its driver, lets it."""
 
     def __init__(self) -> None:
-        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stdin, write = os.pipe()
-        # No file objects yet: those that the next agent inherits would close descriptors of other files there.
+        # No objects of files and sockets: the next agent, and all that fork from it, inherit these, and would close
+        # descriptors of other files when their script ends.
+        self._link, end = (each.detach() for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        stdin, self._write = os.pipe()
         if (pid := _fork()) == 0:
-            self._link.close()
             _become_agent(stdin, end)
         os.close(stdin)
-        end.close()
-        self._write = write
+        os.close(end)
         super().__init__(pid)
 
     def start(self, *inherited: int) -> Child:
         """Let it become an agent, with stdout and stderr of this process, and with further descriptors."""
         self.stdin = os.fdopen(self._write, "wb", buffering=0)
-        with suppress(OSError):  # it was killed
-            socket.send_fds(self._link, [json.dumps(inherited).encode()], [1, 2, *inherited])
-        self._link.close()
+        with socket.socket(fileno=self._link) as link, suppress(OSError):  # it was killed
+            socket.send_fds(link, [json.dumps(inherited).encode()], [1, 2, *inherited])
         return self
 
     def end(self) -> None:
         os.close(self._write)
-        self._link.close()
+        os.close(self._link)
         self.wait()
 
 
@@ -146,11 +144,11 @@ def _watch_loops() -> None:
         watch_loops(path)
 
 
-def _become_agent(stdin: int, link: socket.socket) -> NoReturn:
+def _become_agent(stdin: int, link: int) -> NoReturn:
     """Do what ``python -m elasticstate.agent`` does in a new process."""
     os.setsid()
     os.dup2(stdin, 0)
-    own = os.dup2(link.detach(), _HIGH, inheritable=False)
+    own = os.dup2(link, _HIGH, inheritable=False)
     os.closerange(3, own)
     os.closerange(own + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     _take_descriptors(own)

@@ -15,7 +15,7 @@ def _freeze() -> None:
 
     Triton needs it, and workers end as the product lets them: that is tested.
     """
-    if not {"triton", "elasticstate.worker.script"} & set(sys.modules):
+    if "torch" in sys.modules and not {"triton", "elasticstate.worker.script"} & set(sys.modules):
         gc.freeze()
 
 
