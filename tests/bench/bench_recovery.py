@@ -219,14 +219,19 @@ def elastic_death(
 
 
 def elastic_join(
-    folder: Path, phase: float, figures: Figures, system: str = "elasticstate", backend: str = "gloo"
+    folder: Path,
+    phase: float,
+    figures: Figures,
+    system: str = "elasticstate",
+    backend: str = "gloo",
+    warms_up: bool = True,
 ) -> None:
     hosts, script = folder / "hosts", folder / "discover.sh"
     hosts.write_text("localhost:3\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
     options = ["-np", "3", "--max-np", "4", "--backend", backend, "--host-discovery-script", script]
-    script = ["--folder", folder, "--steps-after", STEPS_AFTER, "--warm-up"]
+    script = ["--folder", folder, "--steps-after", STEPS_AFTER, *(["--warm-up"] if warms_up else [])]
     with started([*elasticrun(*options), *script], folder) as job:
         wait_for_step(folder, CHANGE_AT, 0, job)
         hosts.write_text("localhost:4\n")

@@ -33,7 +33,8 @@ class MarkedState(elastic.TorchState):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for logs")
-    parser.add_argument("--steps-after", type=int, required=True, help="steps in generation 2, the last one")
+    parser.add_argument("--steps-after", type=int, required=True, help="steps in the last generation")
+    parser.add_argument("--last", type=int, default=2, help="the last generation")
     parser.add_argument("--warm-up", action="store_true", help="compute gradients before the first READY")
     args = parser.parse_args()
 
@@ -44,7 +45,7 @@ def main() -> None:
     @elastic.run(warmup=(lambda: warm_up_steps(model)) if args.warm_up else None)
     def train(state: elastic.TorchState) -> float:
         mark("regroup")
-        if elastic.generation() > 1 and state.last is None:
+        if elastic.generation() >= args.last and state.last is None:
             state.last = state.step + args.steps_after
         ddp = DistributedDataParallel(state.model, init_sync=False)
         while state.last is None or state.step < state.last:

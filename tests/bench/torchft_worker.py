@@ -23,11 +23,15 @@ def main() -> None:
     parser.add_argument("--replica", type=int, required=True)
     parser.add_argument("--size", type=int, required=True, help="number of replicas after the join")
     parser.add_argument("--steps-after", type=int, required=True, help="steps with all replicas, the last ones")
+    parser.add_argument("--loses", action="store_true", help="one replica is killed and returns; the steps follow")
+    parser.add_argument("--returns", action="store_true", help="this is the one that returns")
+    parser.add_argument("--warm-up", action="store_true", help="compute gradients before the first step")
     args = parser.parse_args()
 
     model, sgd = make_training()
     warm_up()
-    warm_up_steps(model)
+    if args.warm_up:
+        warm_up_steps(model)
     log = StepLog(args.folder)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1")
@@ -45,12 +49,18 @@ def main() -> None:
         timeout=timedelta(seconds=10),
     )
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, sgd)
-    after = 0
+    was_whole = False
+    after, generation, last = 0, 2 if args.returns else 1, 3 if args.loses else 2
     while after < args.steps_after:
         end_ns = train_step(ddp, optimizer, manager.current_step(), args.replica)
         is_whole = manager.num_participants() == args.size
-        log.write(manager.current_step(), 2 if is_whole else 1, args.replica, end_ns)
-        after += is_whole
+        if is_whole and generation == last - 1:
+            generation = last
+        elif args.loses and generation == 1 and was_whole and not is_whole:
+            generation = 2
+        was_whole = is_whole
+        log.write(manager.current_step(), generation, args.replica, end_ns)
+        after += generation == last
     sys.stdout.flush()
     os._exit(0)  # its threads do not end by themselves
 
