@@ -1,7 +1,7 @@
 """Extension points: names for a package that offers the API of another library on top of elasticstate.
 
-``elasticstate.horovod``, ``.huggingface``, ``.lightning`` and ``.loggers`` use only these names and those of
-``elasticstate`` itself. Such a package
+``elasticstate.horovod``, ``.huggingface``, ``.lightning``, ``.local_sgd`` and ``.loggers`` use only these names and
+those of ``elasticstate`` itself. Such a package
 
 - calls ``join_fixed_world`` first, and ``join`` before it needs rank, size or a collective, if the script has no
   ``run`` function yet at that time; ``leave`` at the end of a script without one;
@@ -18,6 +18,7 @@
   the state of the last ranks to all;
 - may define values of a state that need the state: the constructor of ``State`` calls their method
   ``attach_to_state(state, name)``. Keep a weak reference: a cycle would keep the commits in memory;
+- may add values to a state that a script has made: ``add_values``, after a look at its ``parts``;
 - calls ``set_random_state`` with an earlier ``random_state()`` if its library sets seeds in each world.
 """
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from elasticstate.compat.torch_tensors import copy_all
 from elasticstate.options import environment_variable, launched_place, worker_environment
@@ -46,6 +48,7 @@ from elasticstate.worker.run import end_last_world, failure_text, join, join_fix
 __all__ = [
     "Channel",
     "Order",
+    "add_values",
     "begin_call",
     "copy_all",
     "end_call",
@@ -61,6 +64,7 @@ __all__ = [
     "leave",
     "libraries_local_rank",
     "local_place",
+    "parts",
     "random_state",
     "set_random_state",
     "starting_size",
@@ -108,3 +112,17 @@ def starting_size() -> int:
 def ticks(state: State) -> int:
     """Return the number of ticks that the state has completed in the present world."""
     return committer_of(state).session.ticks
+
+
+def parts(state: State) -> dict[str, Any]:
+    """Return the values of the state by name; instead of a list, tuple or dict of objects with ``state_dict()``, these
+    objects by their paths."""
+    return state._parts()
+
+
+def add_values(state: State, **values: Any) -> None:
+    """Add values to a state after its construction, the same ones on all ranks. They are captured and loaded last.
+
+    Raises UsageError if the state has committed, is in a world, or has an attribute of this name.
+    """
+    state._add_values(values)

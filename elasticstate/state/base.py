@@ -240,6 +240,19 @@ class State(Joinable):
         """Return the values by name. A subclass may take a value apart."""
         return {name: getattr(self, name) for name in self._names}
 
+    def _add_values(self, values: Mapping[str, Any]) -> None:
+        """See ``extension.add_values``."""
+        if self._committer.session.generation > 0 or self.commits != (None, None):
+            raise UsageError(
+                f"{', '.join(values)} cannot be added to a state that is in use. Do so before the first commit, and "
+                "outside the function decorated with run."
+            )
+        if taken := [name for name in values if name in self._names or self._is_taken(name)]:
+            raise UsageError(f"{taken[0]!r} is a value or an attribute of the state already. Choose another name.")
+        self._names += tuple(values)
+        for name, value in values.items():
+            setattr(self, name, value)
+
     def _leave_world(self) -> None:
         """Drop what belongs to the world that this worker is about to leave."""
 

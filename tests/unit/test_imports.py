@@ -15,7 +15,7 @@ from tests.kit.sources import PACKAGE, SOURCES, of_each, text_of, tree_of
 PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
 PURE |= {"hashlib", "json", "msgspec", "operator", "re", "signal", "statistics", "string", "types", "typing", "zlib"}
 COMMANDS = {"cli", "launching"}
-LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}  # on public names and extension.py, as others' packages
+LIBRARIES = {"horovod", "huggingface", "lightning", "local_sgd", "loggers"}  # on public names and extension.py
 PLUG_INS = {"kubernetes", "mpi", "ray"}  # tables name them; no other part imports them
 PROCESSES = {"agent", "check", "driver", "state", "worker"}
 # The processes that a part may know of; by default, a part knows of none, of no command, library or plug-in.
