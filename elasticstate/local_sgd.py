@@ -147,13 +147,12 @@ class DiLoCo:
         """Make the outer step of a fragment, and continue with its outer parameters."""
         pairs, samples = self._fragments[fragment], self._samples[fragment]
         total = _sum_over_ranks(samples, pairs[0][0].device)
-        if total == 0:  # no rank has trained since the last one
-            return
         with torch.no_grad():
-            for same_dtype in _by_dtype(pairs):
-                _average_moves(same_dtype, samples / total)
-            self._outer.step()
-            self._outer.zero_grad(set_to_none=True)  # an outer optimizer skips the other fragments
+            if total > 0:
+                for same_dtype in _by_dtype(pairs):
+                    _average_moves(same_dtype, samples / total)
+                self._outer.step()
+                self._outer.zero_grad(set_to_none=True)  # an optimizer skips parameters without one: other fragments
             for inner, outer in pairs:
                 inner.copy_(outer)
         self._samples[fragment] = 0

@@ -54,7 +54,7 @@ def main() -> None:
             "samples": diloco.state_dict()["samples"],
         }
         place = {"slot": slot, "rank": elastic.rank(), "generation": elastic.generation(), "size": elastic.size()}
-        line = {"what": what, "pid": os.getpid(), "time": time.time(), "step": state.step, **place, **values}
+        line = {"what": what, "pid": os.getpid(), "time": time.monotonic(), "step": state.step, **place, **values}
         log.write(json.dumps(line) + "\n")
 
     def is_over() -> bool:
@@ -69,8 +69,9 @@ def main() -> None:
         while state.step % args.every or not is_over():
             faults.at("step", rank=elastic.rank(), step=state.step)
             inner_step(model, optimizer, slot, state.step)
-            time.sleep(0.01)
+            time.sleep(0.005 * (slot + 1))
             state.step += 1
+            note("trained")
             before = state.commits
             try:
                 diloco.step(samples=samples_of(slot, state.step - 1))
