@@ -62,6 +62,7 @@ bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampli
 	$(BIN)/python tests/bench/bench_plain.py
 	$(BIN)/python tests/bench/bench_sampler.py
 	$(BIN)/python tests/bench/bench_horovod.py
+	$(BIN)/python tests/bench/bench_local_sgd.py
 	$(BIN)/python tests/bench/bench_mpi.py
 
 bench-gpu: setup  ## commits from a GPU next to torch's own copies

@@ -69,11 +69,14 @@ def train_steps(state: elastic.TorchState) -> None:
             if state.step >= args.steps:
                 return
             state.optimizer.zero_grad()
-            loss_of(model, tokens).backward()  # without DistributedDataParallel
+            loss = loss_of(model, tokens)
+            loss.backward()  # without DistributedDataParallel
             state.optimizer.step()
             time.sleep(args.pace)
             state.step += 1
             outer.step(samples=len(tokens))  # instead of state.commit()
+            if state.step % 100 == 0 and elastic.rank() == 0:
+                print(f"step {state.step}: loss {loss.item():.4f}, {elastic.size()} workers", flush=True)
 
 
 @elastic.run

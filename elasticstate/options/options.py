@@ -257,7 +257,7 @@ class Options:
     lease_s: float | None = _option(
         None,
         kinds.LEASE,
-        "For jobs whose ticks have no collective of all workers (local SGD): seconds after which an unreachable host "
+        "For jobs whose ticks have no collective of all workers (HSDP): seconds after which an unreachable host "
         "stops training. The others continue 1.25 times as long after they have counted it as lost.",
         rare=True,
     )

@@ -103,6 +103,18 @@ def test_a_stream_goes_on_where_the_commit_stands(tmp_path: Path) -> None:
         assert there - 3 < trained <= there
 
 
+def test_diloco_learns_through_a_killed_worker(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "local_sgd.py"), "--steps", "140", "--fragments", "2"]
+    with Job(tmp_path, "-np", "2", "--min-np", "1", command=[*command, "--pace", "0.01"]) as job:
+        job.wait_for("100 steps", lambda: "step 100: " in job.output)
+        job.kill(1)
+        job.finish(0)
+        assert job.wait_for_event("worker_exited", signal=9)["rank"] == 1
+        assert len(job.events("world_formed")) > 1
+    (loss,) = re.findall(r"evaluation loss ([\d.]+)", job.output)
+    assert float(loss) < 3.5, "a model that knows nothing has ln(128) = 4.85"
+
+
 def test_the_port_from_torchft_survives_a_killed_worker(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "from_torchft.py"), "--steps", "200", "--pace", "0.01"]
     with Job(tmp_path, "-np", "3", "--min-np", "2", command=command) as job:
