@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import struct
 import time
 from pathlib import Path
@@ -72,11 +73,14 @@ def inner_step(
 def received_bytes() -> int:
     """Return how many bytes the TCP connections of this process have received, counted by the kernel."""
     total = 0
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
-            connection = socket.socket(fileno=os.dup(int(descriptor)))
-        except OSError:  # no socket
+            is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        except OSError:  # closed since
             continue
+        if not is_socket:
+            continue
+        connection = socket.socket(fileno=os.dup(descriptor))
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
