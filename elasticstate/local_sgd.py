@@ -15,8 +15,8 @@ The outer parameters and the outer optimizer are the same on all ranks. The para
 inner optimizers, are its own: ``state.check()`` leaves them out. A commit keeps them for each rank; a worker that gets
 the state of another one begins with the outer parameters instead.
 
-Only ``step`` ends ticks, and each tick has a collective over all ranks. So a worker that is cut off from the others
-stands still at its next tick, and needs no ``--lease``.
+Only ``step`` and ``outer_step`` end ticks, and each tick has a collective over all ranks. So a worker that is cut off
+from the others stands still at its next tick, and needs no ``--lease``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class DiLoCo:
         outer: class of the outer optimizer, or a function that makes it from a list of parameters. The default is that
             of the paper: SGD with learning rate 0.7 and Nesterov momentum 0.9.
         every: inner steps between two outer steps of a parameter, the same on all ranks.
-        fragments: parts of the model with outer steps of their own, one each ``every / fragments`` inner steps.
+        fragments: parts of the model, of about equal sizes, with outer steps of their own: one each
+            ``every / fragments`` inner steps.
         commit_every: commit also at inner steps with these multiples, so that a failure costs fewer of them. Such a
             commit waits for all ranks, and sends one number. 0: commit in outer steps only.
 
