@@ -75,7 +75,7 @@ def train_steps(state: elastic.TorchState) -> None:
             time.sleep(args.pace)
             state.step += 1
             outer.step(samples=len(tokens))  # instead of state.commit()
-            if state.step % 100 == 0 and elastic.rank() == 0:
+            if state.step % 50 == 0 and elastic.rank() == 0:
                 print(f"step {state.step}: loss {loss.item():.4f}, {elastic.size()} workers", flush=True)
 
 

@@ -104,9 +104,9 @@ def test_a_stream_goes_on_where_the_commit_stands(tmp_path: Path) -> None:
 
 
 def test_diloco_learns_through_a_killed_worker(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "local_sgd.py"), "--steps", "140", "--fragments", "2"]
+    command = [sys.executable, str(EXAMPLES / "local_sgd.py"), "--steps", "80", "--fragments", "2"]
     with Job(tmp_path, "-np", "2", "--min-np", "1", command=[*command, "--pace", "0.01"]) as job:
-        job.wait_for("100 steps", lambda: "step 100: " in job.output)
+        job.wait_for("50 steps", lambda: "step 50: " in job.output)
         job.kill(1)
         job.finish(0)
         assert job.wait_for_event("worker_exited", signal=9)["rank"] == 1

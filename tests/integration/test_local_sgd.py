@@ -130,7 +130,9 @@ def check_begin(line: Line, own: Line | None, outer: Any) -> None:
         assert set(line["samples"]) == {0}
 
 
-@pytest.mark.parametrize(("fragments", "commit_every"), [(2, 4), (0, 0)])
+@pytest.mark.parametrize(
+    ("fragments", "commit_every"), [(2, 4), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 0), (1, 2)))]
+)
 def test_a_job_with_kills_a_leave_and_a_join_trains_as_the_formulas_say(
     tmp_path: Path, fragments: int, commit_every: int
 ) -> None:
