@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--replica", type=int, required=True)
+    parser.add_argument("--pace", type=float, required=True, help="seconds to wait in each step")
     args = parser.parse_args()
     text = read_text()
     model, optimizer = make_training(args.seed)
@@ -55,7 +56,7 @@ def main() -> None:
         trained = 0
         while manager.current_step() * EVERY < args.steps:
             before = manager.current_step()
-            inner_step(model, optimizer, text, args.seed, args.replica, trained)
+            inner_step(model, optimizer, text, args.seed, args.replica, trained, args.pace)
             trained += 1
             if manager.current_step() > before:
                 meter.mark(manager.current_step() * EVERY)

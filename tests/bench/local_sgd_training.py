@@ -60,9 +60,10 @@ def make_training(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def inner_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, seed: int, worker: int, step: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, seed: int, worker: int, step: int, pace: float
 ) -> None:
-    """Train on pieces that depend on seed, worker and step alone."""
+    """Train on pieces that depend on seed, worker and step alone. ``pace``: seconds to wait."""
+    time.sleep(pace)
     generator = torch.Generator().manual_seed((seed * 100 + worker) * 100_000 + step)
     tokens = text.training[torch.randint(len(text.training), (BATCH,), generator=generator)]
     optimizer.zero_grad()
@@ -104,8 +105,8 @@ class Meter:
     def write_result(self, model: nn.Module, text: Text) -> None:
         with torch.no_grad():
             result = {"loss": loss_of(model, text.evaluation).item(), "worker": self._worker}
-        (first, bytes_before, began), (last, bytes_after, ended) = self._marks[0], self._marks[-1]
-        if last > first:
+        if len(self._marks) > 1:
+            (first, bytes_before, began), (last, bytes_after, ended) = self._marks[0], self._marks[-1]
             result["bytes"] = (bytes_after - bytes_before) / (last - first)
             result["ms"] = (ended - began) / (last - first) * 1e3
         (self._folder / f"result-{self._worker}").write_text(json.dumps(result))

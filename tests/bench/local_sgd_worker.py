@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--pace", type=float, required=True, help="seconds to wait in each step")
     args = parser.parse_args()
     text = read_text()
     model, optimizer = make_training(args.seed)
@@ -39,7 +40,7 @@ def main() -> None:
         if diloco is None:
             trained = DistributedDataParallel(state.model, init_sync=False)
         while state.step < args.steps:
-            inner_step(trained, optimizer, text, args.seed, elastic.rank(), state.step)
+            inner_step(trained, optimizer, text, args.seed, elastic.rank(), state.step, args.pace)
             state.step += 1
             try:
                 diloco.step() if diloco is not None else state.commit(every=EVERY)
