@@ -70,6 +70,9 @@ class Pieces:
         The message names the piece.
         """
 
+    def __len__(self) -> int:
+        """Return the number of pieces, empty ones included."""
+
 def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
     """Copy the pieces into bytes [begin, end) of the buffer, in one pass with their checksum, without the GIL.
 
@@ -87,6 +90,15 @@ def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int =
     Raises:
         ValueError: not 0 <= begin <= end <= n; nothing has been copied.
         TypeError: the buffer has another type, number of dimensions or device, or is not contiguous, or not writable.
+    """
+
+def gather_each(
+    buffer: _Array, pieces: Pieces, begin: int, end: int, each: np.ndarray[Any, np.dtype[np.uint32]], checksum: int = 0
+) -> int:
+    """Do what ``gather`` does, and continue ``each[i]``, the CRC-32C of piece ``i``, by its bytes in the range.
+
+    ``each`` is 0 for a piece that begins in the range. Also pieces with address 0 have checksums. Raises ValueError as
+    ``gather`` does, and if ``each`` has fewer than ``len(pieces)`` items.
     """
 
 def fill(buffer: _Array, pieces: Pieces, begin: int, end: int) -> None:
@@ -270,6 +282,12 @@ class ControlPage:
 
         A point is (generation, tick, own time in microseconds).
         """
+
+    def ask(self, first: int, second: int, third: int) -> None:
+        """Ask the worker a question, in three numbers (state/commit_digests.py). The agent calls it."""
+
+    def question(self, last: int) -> tuple[int, int, int, int] | None:
+        """Return number and content of the newest question; None: ``last`` is its number, or there is none."""
 
     def seal(
         self,

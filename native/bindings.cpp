@@ -38,6 +38,7 @@ namespace {
 
 using Writable = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Readable = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableWords = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 using Numbers = std::vector<std::uint64_t>;
 
@@ -56,6 +57,14 @@ std::uint32_t gather_pieces(Writable buffer, const elasticstate::Pieces &pieces,
     check_range(begin, end, buffer.size());
     const nb::gil_scoped_release nogil;
     return elasticstate::gather(buffer.data(), pieces, begin, end, checksum);
+}
+
+std::uint32_t gather_each_piece(Writable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
+                                WritableWords each, std::uint32_t checksum) {
+    check_range(begin, end, buffer.size());
+    check_range(pieces.count(), pieces.count(), each.size());
+    const nb::gil_scoped_release nogil;
+    return elasticstate::gather_each(buffer.data(), pieces, begin, end, checksum, each.data());
 }
 
 void fill_pieces(Writable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end) {
@@ -147,9 +156,12 @@ void bind_pieces(nb::module_ &m) {
             [](elasticstate::Pieces *self, const Numbers &addresses, const Numbers &sizes, const Numbers &offsets) {
                 new (self) elasticstate::Pieces(addresses, sizes, offsets);
             },
-            "addresses"_a, "sizes"_a, "offsets"_a);
+            "addresses"_a, "sizes"_a, "offsets"_a)
+        .def("__len__", &elasticstate::Pieces::count);
     // Without noconvert(), nanobind copies a buffer of another type, and the code would write to the copy.
     m.def("gather", &gather_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("gather_each", &gather_each_piece, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a,
+          "each"_a.noconvert(), "checksum"_a = 0);
     m.def("fill", &fill_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a);
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("equal", &equal_pieces, "buffer"_a.noconvert(), "pieces"_a);
@@ -240,6 +252,12 @@ nb::tuple stamp(const ControlPage &page) {
     return nb::make_tuple(found.heartbeat, found.progress, found.place, found.generation, found.ticks);
 }
 
+/// Returns the newest question and its number, or None if its number is `last`.
+nb::object question(const ControlPage &page, std::uint64_t last) {
+    const auto found = page.question(last);
+    return found ? nb::make_tuple(last, (*found)[0], (*found)[1], (*found)[2]) : nb::object(nb::none());
+}
+
 /// Returns the new points, each as three numbers, and the number of the next one.
 nb::tuple points(const ControlPage &page, std::uint64_t since) {
     nb::list found;
@@ -289,6 +307,13 @@ void bind_control_page(nb::module_ &m) {
             },
             "generation"_a, "tick"_a, "own_us"_a)
         .def("points", &points, "since"_a)
+        .def(
+            "ask",
+            [](ControlPage &page, std::uint64_t first, std::uint64_t second, std::uint64_t third) {
+                page.ask({first, second, third});
+            },
+            "first"_a, "second"_a, "third"_a)
+        .def("question", &question, "last"_a)
         .def("seal", &seal, "index"_a, "owner"_a, "generation"_a, "tick"_a, "layout"_a, "length"_a, "checksum"_a,
              "tag"_a = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16))
         .def("unseal", [](ControlPage &page, std::size_t index) { page.unseal(checked_index(index)); }, "index"_a)

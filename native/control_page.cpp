@@ -139,6 +139,28 @@ Stamp ControlPage::stamp() const noexcept {
     return stamp;
 }
 
+void ControlPage::ask(const Question &question) noexcept {
+    const std::uint64_t number = page_->question_number.load() & ~std::uint64_t{1};
+    page_->question_number.store(number + 1);
+    for (std::size_t i = 0; i < question.size(); ++i) {
+        page_->question[i].store(question[i]);
+    }
+    page_->question_number.store(number + 2);
+}
+
+std::optional<Question> ControlPage::question(std::uint64_t &last) const noexcept {
+    const std::uint64_t number = page_->question_number.load();
+    if (number == last || number % 2 != 0) {
+        return std::nullopt;
+    }
+    const Question found{page_->question[0].load(), page_->question[1].load(), page_->question[2].load()};
+    if (page_->question_number.load() != number) {
+        return std::nullopt;  // another one is being written
+    }
+    last = number;
+    return found;
+}
+
 void ControlPage::add_point(const Point &point) noexcept {
     const std::uint64_t number = page_->points.load(std::memory_order_relaxed);
     auto &place = page_->ring[number % POINTS];

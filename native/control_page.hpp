@@ -37,6 +37,8 @@ struct Point {
 
 constexpr std::size_t POINTS = 64;
 
+using Question = std::array<std::uint64_t, 3>;
+
 /// One page of shared memory for each slot. The worker writes it, its agent reads it, and it outlives the worker.
 ///
 ///     heartbeat       the sentinel adds 1 at each interval
@@ -49,6 +51,7 @@ constexpr std::size_t POINTS = 64;
 ///     commit_s    seconds that the ticks of this generation spent in commits
 ///     trains_since  when training in this generation began, on CLOCK_MONOTONIC in nanoseconds; 0: it has not
 ///     pins        of both buffers: until when the agent copies it, on CLOCK_MONOTONIC in nanoseconds; 0: it does not
+///     question    of the driver, for the worker, three words (state/commit_digests.py), and a number that changes
 ///     points      number of points that were ever written; the newest are in `ring`
 struct ControlLayout {
     std::atomic<std::uint64_t> heartbeat;
@@ -65,6 +68,8 @@ struct ControlLayout {
     std::atomic<std::uint64_t> points;
     std::atomic<std::uint64_t> ring[POINTS][3];
     std::atomic<std::uint64_t> pins[2];
+    std::atomic<std::uint64_t> question_number;  // odd while the words change
+    std::atomic<std::uint64_t> question[3];
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
@@ -113,6 +118,10 @@ public:
     void reset() noexcept;
     /// Returns values of one moment; without ticks while the writer is stopped in the middle of a change.
     Stamp stamp() const noexcept;
+    /// Asks the worker a question, in three words. One thread of the agent calls it.
+    void ask(const Question &question) noexcept;
+    /// Returns the newest question if its number is not `last`, and sets `last` to it.
+    std::optional<Question> question(std::uint64_t &last) const noexcept;
     /// Adds a point. One thread of the worker calls it.
     void add_point(const Point &point) noexcept;
     /// Returns the points from number `since` on that still are on the page, and sets `since` to the number of the next.

@@ -275,4 +275,10 @@ std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::siz
     return multiply(power_of(second_size), first) ^ second;
 }
 
+std::uint32_t crc32c_factor(std::size_t bytes) noexcept { return power_of(bytes); }
+
+std::uint32_t crc32c_combine_by(std::uint32_t factor, std::uint32_t first, std::uint32_t second) noexcept {
+    return multiply(factor, first) ^ second;
+}
+
 }  // namespace elasticstate

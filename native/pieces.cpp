@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 
 #include "crc32c.hpp"
 #include "in_parallel.hpp"
@@ -35,10 +36,10 @@ std::uint32_t by_blocks(std::size_t begin, std::size_t end, std::uint32_t checks
 }
 
 /// Visits [begin, end) in order: calls `copied(piece, from, size)` for pieces, and `kept(from, size)` between them.
-template <typename Copied, typename Kept>
-void walk(std::span<const Pieces::Piece> pieces, std::size_t begin, std::size_t end, const Copied &copied,
+template <typename Piece, typename Copied, typename Kept>
+void walk(std::span<const Piece> pieces, std::size_t begin, std::size_t end, const Copied &copied,
           const Kept &kept) {
-    const auto ends_before = [](const Pieces::Piece &piece, std::size_t at) { return piece.offset + piece.size <= at; };
+    const auto ends_before = [](const Piece &piece, std::size_t at) { return piece.offset + piece.size <= at; };
     auto piece = std::lower_bound(pieces.begin(), pieces.end(), begin, ends_before);
     std::size_t at = begin;
     for (; piece != pieces.end() && piece->offset < end; ++piece) {
@@ -62,12 +63,15 @@ void walk(std::span<const Pieces::Piece> pieces, std::size_t begin, std::size_t 
 }  // namespace
 
 Pieces::Pieces(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> sizes,
-               std::span<const std::uint64_t> offsets) {
+               std::span<const std::uint64_t> offsets)
+    : count_(addresses.size()) {
     if (addresses.size() != sizes.size() || addresses.size() != offsets.size()) {
         throw std::invalid_argument(std::to_string(addresses.size()) + " addresses, " + std::to_string(sizes.size()) +
                                     " sizes and " + std::to_string(offsets.size()) + " offsets");
     }
     pieces_.reserve(addresses.size());
+    numbered_.reserve(addresses.size());
+    std::unordered_map<std::size_t, std::uint32_t> factors;  // many pieces have the same size
     std::size_t end = 0;
     for (std::size_t i = 0; i < addresses.size(); ++i) {
         if (offsets[i] > MAX_OFFSET || sizes[i] > MAX_OFFSET - offsets[i]) {
@@ -79,8 +83,14 @@ Pieces::Pieces(std::span<const std::uint64_t> addresses, std::span<const std::ui
                           std::to_string(end));
         }
         end = offsets[i] + sizes[i];
+        const Piece piece{reinterpret_cast<std::uint8_t *>(addresses[i]), offsets[i], sizes[i]};
         if (sizes[i] > 0 && addresses[i] != 0) {
-            pieces_.push_back({reinterpret_cast<std::uint8_t *>(addresses[i]), offsets[i], sizes[i]});
+            pieces_.push_back(piece);
+        }
+        if (sizes[i] > 0) {
+            const auto [factor, is_new] = factors.try_emplace(sizes[i], 0);
+            factor->second = is_new ? crc32c_factor(sizes[i]) : factor->second;
+            numbered_.push_back({piece, i, factor->second});
         }
     }
 }
@@ -98,6 +108,43 @@ std::uint32_t gather(std::uint8_t *buffer, const Pieces &pieces, std::size_t beg
             [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
         return crc;
     });
+}
+
+std::uint32_t gather_each(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
+                          std::uint32_t checksum, std::uint32_t *each) {
+    struct Part {  // of a piece that is cut by the range or by the ends of blocks
+        std::size_t number;
+        std::uint32_t checksum;
+        std::size_t size;
+    };
+    const bool large = end - begin > LARGE_COPY;
+    std::vector<std::vector<Part>> cut((end - begin + BLOCK - 1) / BLOCK);
+    checksum = by_blocks(begin, end, checksum, [&](std::size_t from, std::size_t to) {
+        std::uint32_t crc = 0;
+        walk(
+            pieces.numbered(), from, to,
+            [&](const Pieces::Numbered &piece, std::size_t at, std::size_t size) {
+                const std::uint32_t own =
+                    piece.address == nullptr
+                        ? crc32c(0, buffer + at, size)
+                        : crc32c_copy(0, buffer + at, piece.address + (at - piece.offset), size, large);
+                if (size == piece.size) {
+                    each[piece.number] = own;
+                    crc = crc32c_combine_by(piece.factor, crc, own);
+                } else {
+                    cut[(from - begin) / BLOCK].push_back({piece.number, own, size});
+                    crc = crc32c_combine(crc, own, size);
+                }
+            },
+            [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
+        return crc;
+    });
+    for (const std::vector<Part> &parts : cut) {
+        for (const Part &part : parts) {
+            each[part.number] = crc32c_combine(each[part.number], part.checksum, part.size);
+        }
+    }
+    return checksum;
 }
 
 void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end) {

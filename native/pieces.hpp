@@ -27,8 +27,19 @@ public:
     /// Returns the pieces that are not empty and have an address.
     std::span<const Piece> all() const noexcept { return pieces_; }
 
+    /// A piece that is not empty, with or without an address, and its number among all pieces.
+    struct Numbered : Piece {
+        std::size_t number;
+        std::uint32_t factor;  // of its size, see crc32c_factor
+    };
+    std::span<const Numbered> numbered() const noexcept { return numbered_; }
+    /// Number of all pieces, empty ones included.
+    std::size_t count() const noexcept { return count_; }
+
 private:
     std::vector<Piece> pieces_;
+    std::vector<Numbered> numbered_;
+    std::size_t count_;
 };
 
 /// A run of bytes in a buffer.
@@ -45,6 +56,11 @@ struct Range {
 /// piece covers stay unchanged, and are part of the checksum.
 std::uint32_t gather(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                      std::uint32_t checksum);
+
+/// Does the same, and continues the checksum of each piece by the bytes of that piece in the range. `each` has room for
+/// all pieces.
+std::uint32_t gather_each(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
+                          std::uint32_t checksum, std::uint32_t *each);
 
 /// Does the same without a checksum: reads and writes only the bytes of pieces.
 void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end);

@@ -355,6 +355,9 @@ class Service:
                 self._probes.begin(message)
             case messages.CheckHealth():
                 self._health.begin()
+            case messages.AskDigests(worker, generation, question):
+                if worker in self._job.handles:
+                    self._job.handles[worker].liveness.ask(generation, question)
             case messages.WatchCalls():
                 self._supervisor.calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):
@@ -437,6 +440,9 @@ class Service:
                 self._stores.close_next()
                 self._job.driver.send(messages.WorkerUsesRun(worker))
                 return
+            case messages.CommitDigests():
+                handle.digests.append(message)  # with the next stamp
+                return
             case messages.Attached():
                 self._attached = ((worker, message),)
             case messages.First():
@@ -444,6 +450,9 @@ class Service:
             case messages.WorkerPreemptionNotice():
                 handle.notice = message
             case _ if isinstance(message, messages.LASTING):
+                for digests in handle.digests:
+                    self._job.driver.send(messages.FromWorker(worker, digests))
+                handle.digests.clear()
                 handle.lasting.append((now, message))
         self._job.driver.send(messages.FromWorker(worker, message))
 

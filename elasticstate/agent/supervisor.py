@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from elasticstate._native import ControlPage
 from elasticstate.agent.host_use import INTERVAL_S as USE_INTERVAL_S, Meter
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import CallReport, CopyFigures, WatchCalls
+from elasticstate.core.types import CallReport, CopyFigures, DigestQuestion, WatchCalls
 from elasticstate.net import messages
 from elasticstate.net.messages import HostUse, Place, Stamp
 from elasticstate.processes import reads_stdin
@@ -88,6 +88,10 @@ class Liveness:
         """Write the end of the lease to the page."""
         self._lease_until_ns = until_ns
         self._page.set_lease(until_ns)
+
+    def ask(self, generation: int, question: DigestQuestion) -> None:
+        """Ask the worker about its commits in a generation. It answers at its next tick."""
+        self._page.ask(generation, question.tick, question.begin << 32 | question.end)
 
     def forgive(self, seconds: float) -> None:
         """Do not count this time."""
@@ -221,6 +225,17 @@ class Calls:
         self._send(messages.FromWorker(handle.process.worker, report))
 
 
+def _stamp(handle: WorkerHandle) -> Stamp | None:
+    """Return what has changed of a worker since the last stamp, with its new digests; None: nothing has."""
+    stamp = handle.liveness.changed_stamp()
+    if stamp is None or not handle.digests:
+        return stamp
+    digests = (d for message in handle.digests if message.generation == stamp.generation for d in message.digests)
+    stamp = replace(stamp, digests=tuple(digests))
+    handle.digests.clear()
+    return stamp
+
+
 class Lease:
     """The time for which the workers of this host may make ticks without an answer from the driver.
 
@@ -330,8 +345,7 @@ class Supervisor:
         handle.process.kill()
 
     def send_stamps(self) -> None:
-        changed = [(worker, handle.liveness.changed_stamp()) for worker, handle in self._handles.items()]
-        stamps = tuple((worker, stamp) for worker, stamp in changed if stamp is not None)
+        stamps = tuple((worker, stamp) for worker, handle in self._handles.items() if (stamp := _stamp(handle)))
         number = self.lease.ask() if self._options.lease_s is not None else 0
         use, self._use = self._use, None
         self._driver.send(messages.Stamps(stamps, number, self.copy_figures(), tuple(self._metrics()), use))

@@ -133,6 +133,7 @@ class WorkerHandle:
     call_at: float = 0.0  # when that report arrived
     call_is_known: bool = False  # the driver knows that the worker waits in this call
     metrics: dict[str, float] = field(default_factory=dict)  # values that the driver has not got yet
+    digests: list[messages.CommitDigests] = field(default_factory=list)  # that the driver has not got yet
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
 

@@ -176,6 +176,19 @@ class StragglerEnded(WorkerFields):
     reason: str
 
 
+class Divergence(CommonFields):
+    commit: list[int]  # generation and tick
+    ranks: list[int]  # that differ from most others, or all if no values are those of most ranks
+    hosts: list[str]  # of these ranks
+    groups: list[list[int]]  # ranks with equal values, the most first
+    text: str
+
+
+class DivergentValue(CommonFields):
+    commit: list[int]  # the first known one that differs: generation and tick
+    value: str  # the first one that differs in it
+
+
 class DriverRestarted(CommonFields):
     epoch: int
     host: str  # where the driver runs

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import accounting, commits, event_file, links, plain, sharded, types as t, waiting
+from elasticstate.core.divergence import answered, digests_reported
 from elasticstate.core.health import (
     call_reported,
     collectives_reported,
@@ -100,6 +101,9 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
             _ready(d, worker, report)
         case t.WorkerPreemptionNotice(number):
             _worker_draining(d, worker, number)
+        case t.CommitDigests(generation, digests):
+            if worker.joined == generation == d.generation:
+                digests_reported(d, worker, digests)
         case t.CollectivesReport():
             collectives_reported(d, worker, report)
             where_reported(d, worker, report)
@@ -109,6 +113,8 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
             _hold_answered(d, worker, report)
         case t.GenerationFailure():
             _generation_failed(d, worker, report)
+        case t.DigestAnswer():
+            answered(d, worker, report)
         case t.Gate():
             _gate_entered(d, worker, report)
         case t.First():
@@ -326,6 +332,8 @@ def _stamp(d: Draft, worker: Worker, stamp: t.Stamp) -> None:
         accounting.commit_stalled(d, stamp.commit_s)
         if stamp.commit_s and not d.ledger.commits_come:
             d.update_ledger(commits_come=True)
+    if stamp.digests and worker.joined == stamp.generation == d.generation:
+        digests_reported(d, d.workers[worker.id], stamp.digests)
     if stamp.pace:
         pace_reported(d, d.workers[worker.id], stamp.pace)
 

@@ -17,6 +17,8 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.types import (
     CallReport,
     CollectivesReport,
+    DigestAnswer,
+    DigestQuestion,
     Effect,
     Hang,
     Note,
@@ -211,6 +213,27 @@ class Links(Struct, frozen=True, gc=False):
     all_asked_at: float = -inf  # the last order for all links of a world
 
 
+class ValueSearch(Struct, frozen=True, gc=False):
+    """Search of the first value that differs between the commits of two workers (divergence.py)."""
+
+    workers: tuple[WorkerId, WorkerId]
+    start: int  # the tick after which the commits may differ
+    tick: int  # at which they differ
+    question: DigestQuestion = DigestQuestion()
+    answers: Mapping[WorkerId, DigestAnswer] = {}
+
+
+class Digests(Struct, frozen=True, gc=False):
+    """Digests of the commits of one generation (divergence.py)."""
+
+    generation: int = 0
+    known: Mapping[tuple[int, int], int] = {}  # the first that was reported, by begin and tick
+    differs: tuple[int, int] | None = None  # begin and tick of the first digest in which two members differ
+    since: float = inf  # when that was found
+    text: str = ""  # who differs; "": not reported in this generation
+    search: ValueSearch | None = None
+
+
 class Host(Struct, frozen=True, gc=False):
     """A host that discovery has named at least once."""
 
@@ -296,6 +319,7 @@ class Worker(Struct, frozen=True, gc=False):
     call: CallReport | None = None  # its newest collective call
     waits_since: float = inf  # when the worker began to wait in that call; inf: the worker does not wait there
     pace: tuple[tuple[int, int], ...] = ()  # the last points of its own time in the present world; see types.Stamp
+    digests: tuple[tuple[int, int, int], ...] = ()  # the last ones in the present world; see types.CommitDigests
     uses_run: bool = False
     in_round: bool = False  # started together with others, before the command was known to use ``run``
 
@@ -358,6 +382,7 @@ class Ledger(Struct, frozen=True, gc=False):
     account: TimeAccount = TimeAccount()
     ticking: Ticking = Ticking()  # of the present world
     links: Links = Links()
+    digests: Digests = Digests()
     commits_come: bool = False  # a member has called commit(), whether or not that tick was saved
     commit_warned: bool = False  # the warning that nothing is committed was written
 

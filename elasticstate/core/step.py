@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from elasticstate.core.accounting import follow
 from elasticstate.core.diagnostics import waiting_for
+from elasticstate.core.divergence import compare, comparison_deadlines
 from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
 from elasticstate.core.health import end_stalls, end_standstill, end_stragglers
@@ -138,6 +139,7 @@ def step(m: Membership, event: Event, now: float) -> Transition:
         d.phase = Waiting(since=now)
         d.update_ledger(account=d.ledger.account.until(now))
     apply(d, event)
+    compare(d)
     mark_draining(d)
     stop_overdue_boots(d)
     decide(d)
@@ -150,7 +152,13 @@ def step(m: Membership, event: Event, now: float) -> Transition:
 
 def _deadlines(d: Draft) -> dict[str, float]:
     """Return the future deadlines, by name."""
-    named = itertools.chain(deadlines_of_phase(d), slot_deadlines(d), replication_deadlines(d), link_deadlines(d))
+    named = itertools.chain(
+        deadlines_of_phase(d),
+        slot_deadlines(d),
+        replication_deadlines(d),
+        link_deadlines(d),
+        comparison_deadlines(d),
+    )
     return {name: at for name, at in named if d.now < at < inf}
 
 

@@ -389,6 +389,52 @@ class CommitSealed(Message, frozen=True):
     commit: CommitId
 
 
+class CommitDigests(Message, frozen=True):
+    """Digests of the replicated values of a worker's commits: (tick after which the chain begins, tick, digest).
+
+    ``Stamp.digests`` has those that can wait.
+    """
+
+    generation: int
+    digests: tuple[tuple[int, int, int], ...]
+
+
+MOST_PARTS = 256
+"""Maximum number of parts of values whose checksums one answer has."""
+
+
+class DigestQuestion(NamedTuple):
+    """Question to a worker about the values with the numbers ``begin`` to ``end`` (0: all) of its commit of a tick.
+
+    Tick 0: about the digests of its last commits.
+    """
+
+    tick: int = 0
+    begin: int = 0
+    end: int = 0
+
+
+class AskDigests(Message, frozen=True):
+    """Order to an agent: ask a worker, which answers with DigestAnswer at its next tick."""
+
+    worker: WorkerId
+    generation: int
+    question: DigestQuestion
+
+
+class DigestAnswer(Message, frozen=True):
+    """Answer to a question: ticks and digests in turn, or the checksums of equally large parts of the values.
+
+    ``names``: those of the values, if each part is one. ``end``: number of the value after the last part.
+    """
+
+    generation: int
+    question: DigestQuestion
+    parts: tuple[int, ...]
+    end: int = 0
+    names: tuple[str, ...] = ()
+
+
 class WorkerPreemptionNotice(Message, frozen=True):
     """The worker has received one of ``--preemption-signals``: it drains."""
 
@@ -412,6 +458,7 @@ class Stamp(Message, frozen=True, gc=False):
     previous: CommitId | None = None
     still_s: float = 0.0
     trained_s: float = 0.0  # see Ready
+    digests: tuple[tuple[int, int, int], ...] = ()  # new ones: see CommitDigests
 
 
 Report = (
@@ -422,6 +469,8 @@ Report = (
     | First
     | Attached
     | CommitSealed
+    | CommitDigests
+    | DigestAnswer
     | WorkerPreemptionNotice
     | CallReport
     | CollectivesReport
@@ -438,6 +487,7 @@ class MemberOptions(Struct, frozen=True, array_like=True, gc=False):
     regroup_timeout_s: float
     verify_sync: bool
     records_ticks: bool
+    compares_commits: bool = False
 
 
 class World(Message, frozen=True):
@@ -827,6 +877,7 @@ Effect = (
     | AskWhere
     | ProbeLinks
     | CheckHealth
+    | AskDigests
     | CopyEffect
     | Note
     | EndJob

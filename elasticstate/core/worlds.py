@@ -312,6 +312,7 @@ def enter(d: Draft, world: t.World) -> None:
             call=None,
             waits_since=inf,
             pace=(),
+            digests=(),
         )
         age += newcomer
     ticking = Ticking(at=d.now, times=d.ledger.ticking.times)

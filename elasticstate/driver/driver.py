@@ -638,6 +638,8 @@ class Driver:
                 agents.send(worker.host, ToWorkers((worker,), effect))
             case t.Sever(worker, generation, cause):
                 agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
+            case t.AskDigests(worker):
+                agents.send(worker.host, effect)
             case t.ProbeLinks():
                 self._probe(effect)
             case t.CheckHealth(host):
@@ -723,6 +725,7 @@ class Driver:
             regroup_timeout_s=self._options.regroup_timeout_s,
             verify_sync=self._options.verify_sync,
             records_ticks=self._options.tick_records and self._options.lease_s is None,
+            compares_commits=self._options.divergence != "off",
         )
         for host, part in parts_of(world, options, self._state.copy_servers):
             self._agents.send(host, part)

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from elasticstate.core.figures import CAUSES
+from elasticstate.core.divergence import divergence_lines
 from elasticstate.core.state import Phase, Running
 from elasticstate.driver.job import JobState
 from elasticstate.driver.status import ShardsOverview, overview_of
@@ -67,6 +68,8 @@ class JobCollector(Collector):
         yield _counter("redone_ticks", "Ticks that were done again.", figures.losses.ticks)
         yield _counter("lost_commits", "Commits of all workers that were lost.", figures.losses.commits)
         yield _stragglers(self._state.membership.phase)
+        differs = bool(divergence_lines(self._state.membership))
+        yield _gauge("divergent", "1 if commits of the present generation differ between ranks.", float(differs))
         if figures.losses.downtime_s is not None:
             yield _gauge("downtime_seconds", "Time without training between worlds.", figures.losses.downtime_s)
         if overview.commit is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elasticstate.core import event_file, links
+from elasticstate.core import divergence, event_file, links
 from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Membership, by_discovery
@@ -104,6 +104,8 @@ class Report:
             # the other ends of a standstill have lines of their own
             "no_tick_ended": lambda f: f["goes_on"] and f"{f['reason']} after {f['seconds']:.0f} s without a tick",
             "straggler_ended": lambda f: f"straggler {_slot_name(f['worker'])} (rank {f['rank']}): {f['reason']}",
+            "divergence": lambda f: f"warning: {f['text']}. {divergence.CAUSES}",
+            "divergent_value": _divergent_value,
             "driver_restarted": _driver_restarted,
             "record_kept": lambda f: RecordOverview(tuple(f["hosts"]), tuple(f["standbys"])).line(),
             "durable_copy": _durable_copy,
@@ -354,6 +356,11 @@ def _innermost(stack: str) -> str:
 def _straggler(f: event_file.Straggler) -> str:
     who = f"{_slot_name(f['worker'])} (rank {f['rank']})"
     return f"straggler: {who} took {f['factor']:.2f} times the own time of the others in the last {f['ticks']} ticks"
+
+
+def _divergent_value(f: event_file.DivergentValue) -> str:
+    commit = CommitId(*f["commit"])
+    return f"warning: the first value that differs is {f['value']!r}, in commit {commit}"
 
 
 def _durable_copy(f: event_file.DurableCopy) -> str:

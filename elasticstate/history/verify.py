@@ -73,6 +73,7 @@ class JobCheck:
     _is_held: bool = False
     _ends: list[int | str] = field(default_factory=list)  # by this driver
     _has_resumed: bool = False  # training
+    _diverged: set[int] = field(default_factory=set)  # generations whose divergence this driver has found
     _may_lose: bool = True  # not all was planned since training was resumed
 
     def add(self, e: Event) -> None:
@@ -129,6 +130,7 @@ class JobCheck:
         for of_driver in (self._agents, self._leaving, self._cooldowns, self._phases, self._slots, self._ranks):
             of_driver.clear()
         self._doubts, self._ends = [], []
+        self._diverged.clear()
 
     def on_job_finished(self, e: event_file.JobFinished) -> None:
         self._is_finished = True
@@ -164,6 +166,23 @@ class JobCheck:
         self._expect(self._may_lose or not commits, f"planned changes lost {commits} commits")
         self._has_resumed, self._may_lose = True, False
         self._lost.update(commits_lost=commits, ticks_lost=e["ticks_lost"])
+
+    def on_divergence(self, e: event_file.Divergence) -> None:
+        generation, ranks = e["generation"], sorted(rank for group in e["groups"] for rank in group)
+        self._expect(e["commit"][0] == generation, f"a divergence in commit {e['commit']} of another generation")
+        self._expect(generation not in self._diverged, f"a second divergence in generation {generation}")
+        self._expect(len(e["groups"]) > 1 and len(ranks) == len(set(ranks)), f"the groups {e['groups']} differ")
+        largest = e["groups"][0]
+        odd = [rank for rank in ranks if rank not in largest] if 2 * len(largest) > len(ranks) else ranks
+        self._expect(e["ranks"] == odd, f"ranks {e['ranks']} differ, and not {odd}, of the groups {e['groups']}")
+        self._expect(
+            self._members is None or ranks[-1] < len(self._members), f"rank {ranks[-1]} differs, but is no member"
+        )
+        self._diverged.add(generation)
+
+    def on_divergent_value(self, e: event_file.DivergentValue) -> None:
+        is_known = e["generation"] in self._diverged
+        self._expect(is_known, f"{e['value']} differs, but no divergence of generation {e['generation']}")
 
     def on_durable_copy(self, e: event_file.DurableCopy) -> None:
         self._rises("durable copy", e.get("commit"))

@@ -33,17 +33,21 @@ import msgspec
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.register import Ballot, Entry, Version
 from elasticstate.core.types import (
+    AskDigests as AskDigests,
     AskWhere as AskWhere,
     Attached as Attached,
     CallReport as CallReport,
     CheckHealth as CheckHealth,
     CollectivesReport as CollectivesReport,
     CommitDamaged as CommitDamaged,
+    CommitDigests as CommitDigests,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
     CopyDropped as CopyDropped,
     CopyFigures,
     CopyKept as CopyKept,
+    DigestAnswer as DigestAnswer,
+    DigestQuestion as DigestQuestion,
     End as End,
     First as First,
     ForgetCopies as ForgetCopies,
@@ -574,6 +578,7 @@ ToAgent = (
     | WatchCalls
     | ProbeOrder
     | CheckHealth
+    | AskDigests
     | Shutdown
     | Acknowledgement
     | Refusal

@@ -333,6 +333,13 @@ class Options:
         "drained slot stays empty for the longest cooldown.",
         rare=True,
     )
+    divergence: str = _option(
+        "warn",
+        kinds.DIVERGENCE,
+        "Comparison of parameters, buffers and optimizers in the commits of all ranks: none (off), or a warning that "
+        "names the ranks that differ and the first value (warn).",
+        rare=True,
+    )
     commit_dir: str = _option(
         "/dev/shm",
         kinds.PATH,

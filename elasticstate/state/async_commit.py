@@ -24,10 +24,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from elasticstate._native import checksum
+from elasticstate._native import Pieces, checksum, gather_each
 from elasticstate.compat import torch_tensors
 from elasticstate.compat.torch_tensors import version_of
 from elasticstate.log import logger
+from elasticstate.state.commit_digests import Checksums
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
@@ -195,6 +196,26 @@ class CopyOutcome(Enum):
     FAILED = auto()  # the device raised an error
 
 
+class Content:
+    """The bytes of a commit to seal, and their checksum up to some offset."""
+
+    def __init__(
+        self, memory: torch.Tensor, begin: int, found: int, places: tuple[Pieces, Checksums] | None = None
+    ) -> None:
+        """``memory``: ``uint8[n]``, on the CPU. ``begin``: offset where the checksum starts. ``found``: CRC-32C of the
+        bytes before. ``places``: of the values, and the array for their checksums."""
+        self.memory, self.at, self.checksum = memory, begin, found
+        self._places = places
+
+    def add(self, end: int) -> None:
+        """Continue the checksum by the bytes before ``end``."""
+        if self._places is None:
+            self.checksum = checksum(self.memory, self.at, end, self.checksum)
+        else:
+            self.checksum = gather_each(self.memory, self._places[0], self.at, end, self._places[1], self.checksum)
+        self.at = end
+
+
 class Copy:
     """A running copy. A separate thread waits for the device, computes the checksum, and writes the seal.
 
@@ -202,9 +223,7 @@ class Copy:
 
     Args:
         items: ascending by ``end``, without overlap.
-        content: ``uint8[n]``, on the CPU: all bytes to seal. All parts except the items are already in it.
-        begin: offset in ``content`` where the checksum starts.
-        found: CRC-32C of the bytes before ``begin``.
+        content: all bytes to seal. All parts except the items are already in it.
         seal: writes the seal, given the checksum of all bytes; called on the thread.
         is_cut: returns True if data on the devices may be undefined by now; called on the thread.
         spare_bytes: device memory, in bytes, that may hold copies made on the device immediately.
@@ -215,14 +234,12 @@ class Copy:
     def __init__(
         self,
         items: list[Item],
-        content: torch.Tensor,
-        begin: int,
-        found: int,
+        content: Content,
         seal: Callable[[int], None],
         is_cut: Callable[[], bool],
         spare_bytes: int,
     ) -> None:
-        self._content, self._begin_at, self._found = content, begin, found
+        self._content = content
         self._seal, self._is_cut = seal, is_cut
         self.outcome = CopyOutcome.FAILED
         self.error: BaseException | None = None
@@ -318,28 +335,27 @@ class Copy:
 
     def _finish(self) -> None:
         try:
-            ready = self._checksum_copied_bytes()
+            self._checksum_copied_bytes()
             self.outcome = self._judge()
             if self.outcome is CopyOutcome.SEALED:
-                self.checksum = checksum(self._content, ready, self._content.numel(), self._found)
+                self._content.add(self._content.memory.numel())
+                self.checksum = self._content.checksum
                 self._seal(self.checksum)
         except BaseException as error:
             self.outcome, self.error = CopyOutcome.FAILED, error
         finally:
             self._done.set()
 
-    def _checksum_copied_bytes(self) -> int:
-        """Wait for all marks. Return the offset up to which the checksum is computed."""
-        at = ready = self._begin_at
+    def _checksum_copied_bytes(self) -> None:
+        """Wait for all marks. Compute the checksum of the bytes that are copied before the last one."""
+        ready = self._content.at
         passed: set[int] = set()
         for end, mark in self._ends:
             if id(mark) not in passed:
-                self._found = checksum(self._content, at, ready, self._found)
-                at = ready
+                self._content.add(ready)
                 mark.wait()
                 passed.add(id(mark))
             ready = end
-        return at
 
     def _judge(self) -> CopyOutcome:
         """Return the outcome after all bytes are copied."""

@@ -256,6 +256,10 @@ class State(Joinable):
     def _leave_world(self) -> None:
         """Drop what belongs to the world that this worker is about to leave."""
 
+    def _replicates(self) -> Callable[[str], bool]:
+        """Return a predicate for the names of a commit's tensors that training keeps equal on all ranks."""
+        return lambda name: False
+
     def _pickled(self) -> dict[str, Any]:
         """Return the values that are pickled, so that a restore replaces them by copies."""
         return {}

@@ -36,6 +36,7 @@ from elasticstate.log import logger
 from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
+from elasticstate.state.commit_digests import CommitDigests, Selection, decode_question, select
 from elasticstate.state.layout import number_of
 from elasticstate.state.optimizer_state import bytes_to_come
 from elasticstate.state.peer import PeerOf, PeerReader
@@ -49,7 +50,7 @@ from elasticstate.state.session import (
     channel_of_all,
     taking_part,
 )
-from elasticstate.state.snapshot import Buffer, CommitStorage, Incoming, LiveValues, Snapshot
+from elasticstate.state.snapshot import Buffer, CommitStorage, Incoming, LiveValues, Plan, Snapshot
 from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Captured, Values
 
@@ -97,6 +98,9 @@ class Committer:
         """The last commit of a tick that was begun, sealed or not."""
         self.loaded: dict[str, Any] | None = None
         """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
+        self._digests: CommitDigests | None = None  # of the present world, after its first commit to compare
+        self._selected: tuple[Plan, int, Selection | None] | None = None  # with the number of exclusions
+        self._question = 0  # number of the driver's last question
         self._has_trained = False  # ``train`` was called in this process
         self.after_tick: Callable[[], None] | None = None  # at the begin of a later call: judges its loops
         self.before_commit: Callable[[], None] | None = None  # while a training function runs: judges its optimizers
@@ -157,9 +161,11 @@ class Committer:
         sampler.note_commit()
         if self.session.view.follows is not None:
             return
-        self._begin(commit)
+        self._begin(commit, is_compared=self.session.compares_commits)
         if self.attached is not None:
             self.settle()
+        if self.snapshot.checksums is not None and self.snapshot.is_settled:
+            self._add_digest()
 
     def settle(self) -> None:
         """Wait until the commit that is being copied from a device, if any, is sealed or discarded."""
@@ -168,6 +174,8 @@ class Committer:
         if not self.snapshot.is_settled:
             self.snapshot.settle()
             self._record_commits()
+            if self.snapshot.checksums is not None:
+                self._add_digest()
 
     def seal(self, commit: CommitId) -> None:
         """Save the live state as ``commit``, and wait until the commit is sealed.
@@ -200,6 +208,8 @@ class Committer:
             commit = self.session.commit_id()
             if commit != self.begun:
                 self._ticks.record(commit)
+        if self._digests is not None:
+            self._answer()
         try:
             self.session.tick()
         except HostsUpdatedInterrupt:
@@ -239,8 +249,8 @@ class Committer:
             return f"the state, which cannot be captured any more ({type(error).__name__}: {error}),"
         return "" if self.snapshot.read_private(commit) == rng.capture() else "the random state"
 
-    def _begin(self, commit: CommitId, replaces: bool = False) -> None:
-        """Begin a commit. ``replaces``: it may have the id of the newest one."""
+    def _begin(self, commit: CommitId, replaces: bool = False, is_compared: bool = False) -> None:
+        """Begin a commit. ``replaces``: it may have the id of the newest one. ``is_compared``: with other ranks."""
         newest = self.snapshot.newest
         if newest is not None and commit <= newest and not (replaces and commit == newest):
             raise StateError(
@@ -252,8 +262,9 @@ class Committer:
         captured, sharding = self._capture(self.attached)
         is_cut = functools.partial(self.session.has_ended, commit.generation)
         counted = self.attached.counted() if self.attached is not None else None
+        how = self._optimizer_owned, is_cut, sharding, counted, is_compared
         try:
-            self.snapshot.begin(captured, rng.capture(), commit, self._optimizer_owned, is_cut, sharding, counted)
+            self.snapshot.begin(captured, rng.capture(), commit, *how)
         except CommitStorageError as error:
             to_come = self._bytes_to_come()
             if not to_come:
@@ -740,6 +751,37 @@ class Committer:
 
     # ---------------------------------------------------------------------------------------------- comparison of ranks
 
+    def _add_digest(self) -> None:
+        """Add the last commit, whose copy is complete, to the digests that the driver compares."""
+        assert self.snapshot.checksums is not None, "the caller has asked for it"
+        (commit, plan, checksums), self.snapshot.checksums = self.snapshot.checksums, None
+        if self._digests is None or self._digests.generation != commit.generation:
+            self._digests = CommitDigests(commit.generation, self.session.record_digest)
+        if self.snapshot.newest != commit:
+            self._digests.restart(commit.tick)
+            return
+        excluded = self._live._exclusions
+        if self._selected is None or self._selected[:2] != (plan, excluded.number):
+            is_replicated = self._live._replicates()
+            selection = select(plan.names, plan.forms.get, lambda n: is_replicated(n) and n not in excluded)
+            self._selected = plan, excluded.number, selection
+        if (found := self._selected[2]) is not None:
+            self._digests.add(commit.tick, checksums, found)
+
+    def _answer(self) -> None:
+        """Answer a question of the driver about the commits of this world."""
+        asked = self.session.question(self._question)
+        if asked is not None:
+            self._question, *words = asked
+            generation, question = decode_question(*words)
+            if self._digests is not None and self._digests.generation == generation == self.session.generation:
+                self.session.answer(self._digests.answer(question))
+
+    def send_digest(self) -> None:
+        """Send the digest of the last commit of this world: no commit follows."""
+        if self._digests is not None and self._digests.generation == self.session.generation:
+            self._digests.send()
+
     def check(self, exclusions: divergence.Exclusions) -> None:
         """Compare the newest commits of all ranks, or the live values if some keep no commits: see ``State.check``."""
         session, view = self.session, self.session.view
@@ -794,7 +836,13 @@ class Committer:
         self.session.check_collectives()
         self.is_behind = True
         self._ticks.drop()
+        self._lack_commit()
         self.session.tick()
+
+    def _lack_commit(self) -> None:
+        """Note that this rank may lack the commit of the present tick."""
+        if self._digests is not None:
+            self._digests.restart(self.session.ticks + 1)
 
     def follow_last_joiner(self, is_last: bool) -> None:
         """Send the state of the ranks that trained last to all others, as a commit of the next tick.
@@ -809,6 +857,7 @@ class Committer:
         if not lacking:
             return
         root, commit = was_last.index(True), session.commit_id()
+        self._lack_commit()
         if is_last:
             self.seal(commit)
         if view.rank == root:

@@ -35,6 +35,11 @@ class Exclusions:
     def add(self, names: Iterable[str]) -> None:
         self._names.update(names)
 
+    @property
+    def number(self) -> int:
+        """Number of names given so far."""
+        return len(self._names)
+
     def leave_out(self, attached: tuple[str, ...]) -> None:
         """Leave out attached values, too, of which each rank has its own parts. They are not announced."""
         self._attached = attached

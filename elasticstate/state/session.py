@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate.core.ids import CommitId
-from elasticstate.core.types import World
+from elasticstate.core.types import DigestAnswer, World
 from elasticstate.errors import UsageError
 from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.reshard import CopyReader
@@ -62,6 +62,11 @@ class Session:
         return self.view.options.records_ticks and self.view.size > 1 and self.view.follows is None
 
     @property
+    def compares_commits(self) -> bool:
+        """True if the driver compares the digests of the commits of all ranks."""
+        return False
+
+    @property
     def has_peers(self) -> bool:
         """True inside a world with other ranks: all of them must restore the same commit."""
         return self.view.size > 1
@@ -98,6 +103,16 @@ class Session:
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         """Record a state that was sent or received."""
+
+    def record_digest(self, start: int, tick: int, digest: int) -> None:
+        """Record a digest of the replicated values of this rank's commits: see CommitDigests."""
+
+    def question(self, last: int) -> tuple[int, int, int, int] | None:
+        """Return the driver's newest question about such commits, with its number; None: its number is ``last``."""
+        return None
+
+    def answer(self, answer: DigestAnswer) -> None:
+        """Send the answer."""
 
     def record_attached(self, digests: tuple[int, ...]) -> None:
         """Record that all ranks have attached values whose shards have these digests, and sealed (generation, 0)."""

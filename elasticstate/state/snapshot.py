@@ -26,13 +26,14 @@ import msgspec
 import numpy as np
 import torch
 
-from elasticstate._native import ControlPage, Pieces, checksum, checksums, equal, fill, gather, scatter
+from elasticstate._native import ControlPage, Pieces, checksum, checksums, equal, fill, gather, gather_each, scatter
 from elasticstate.commits import NO_SHARDING, Sharding, commit_tag, header_digest, part_tag
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
 from elasticstate.options import commit_device_memory
 from elasticstate.state.async_commit import (
+    Content,
     Copy,
     CopyOutcome,
     CopyStream,
@@ -41,6 +42,7 @@ from elasticstate.state.async_commit import (
     copy_stream_of,
     has_copy_stream,
 )
+from elasticstate.state.commit_digests import Checksums
 from elasticstate.state.layout import (
     ALIGNMENT_BYTES,
     Entry,
@@ -212,12 +214,26 @@ class Plan:
                 self.odd.append((entry.name, entry))
         self.queued.sort(key=lambda pair: pair[1].offset)
         begin = self.header.frame.tensors
-        offsets = sorted(placed)
-        return Pieces(
-            [placed[offset][0] for offset in offsets],
-            [placed[offset][1] for offset in offsets],
-            [begin + offset for offset in offsets],
-        )
+        self._offsets = sorted(placed)
+        sizes = [placed[offset][1] for offset in self._offsets]
+        places = [begin + offset for offset in self._offsets]
+        # Without addresses, for the checksums of values that are in the buffer.
+        self.places = Pieces([0] * len(places), sizes, places) if self.queued else None
+        return Pieces([placed[offset][0] for offset in self._offsets], sizes, places)
+
+    @functools.cached_property
+    def names(self) -> list[list[str]]:
+        """The names of each piece: several if they are tied."""
+        found: dict[int, list[str]] = {offset: [] for offset in self._offsets}
+        for entry in self.layout.entries:
+            if entry.size_bytes:
+                found[entry.offset].append(entry.name)
+        return list(found.values())
+
+    @functools.cached_property
+    def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """dtype and shape of each name."""
+        return {entry.name: (entry.dtype, entry.shape) for entry in self.layout.entries}
 
 
 def _are_equal(feature: Callable[[Tensor], Any], tensors: Iterable[Tensor], known: list[Any]) -> bool:
@@ -668,6 +684,8 @@ class Snapshot:
         self._last_error: BaseException | None = None
         self._older, self._newer = self._open()
         self._plan: Plan | None = None
+        self.checksums: tuple[CommitId, Plan, Checksums] | None = None
+        """Checksums of the values of the last commit that ``begin`` has begun for a comparison of ranks."""
 
     def _open(self) -> list[Buffer]:
         """Return the buffers of the storage, the older commit first."""
@@ -735,6 +753,7 @@ class Snapshot:
         is_cut: Callable[[], bool] = lambda: False,
         sharding: Sharding = NO_SHARDING,
         counted: Mapping[int, torch.Tensor] | None = None,
+        is_compared: bool = False,
     ) -> None:
         """Begin ``write``. With tensors on a device, the copy continues in the background; the commit is not held yet.
 
@@ -744,6 +763,7 @@ class Snapshot:
                 discarded.
             sharding: of the tensors in ``captured`` that belong to attached values.
             counted: by the id of a captured tensor, the tensor whose version counts the writes to both.
+            is_compared: keep the checksums of all values in ``checksums``.
 
         Raises what ``write`` raises.
         """
@@ -756,14 +776,19 @@ class Snapshot:
             copy_odd(buffer.memory, {**tensors, **arrays}, plan.odd, buffer.frame.tensors)
         buffer.memory.numpy()[buffer.frame.objects : buffer.length] = np.frombuffer(blob, dtype=np.uint8)
         start = buffer.frame.random
+        each = np.zeros(len(plan.pieces), dtype=np.uint32) if is_compared else None
+        self.checksums = (commit, plan, each) if each is not None else None
         if not plan.queued:
-            self._seal_older(gather(buffer.memory, plan.pieces, start, buffer.length, found), commit)
+            what = buffer.memory, plan.pieces, start, buffer.length
+            found = gather(*what, found) if each is None else gather_each(*what, each, found)
+            self._seal_older(found, commit)
             return
         fill(buffer.memory, plan.pieces, start, buffer.length)
         items = self._items(plan, tensors, optimizer_owned() if self._trusts_steps else (), counted or {})
-        content = buffer.memory[: buffer.length]
         seal = functools.partial(buffer.write_seal, commit)
-        self._copy = Copy(items, content, start, found, seal, is_cut, commit_device_memory()), commit
+        places = (plan.places, each) if plan.places is not None and each is not None else None
+        content = Content(buffer.memory[: buffer.length], start, found, places)
+        self._copy = Copy(items, content, seal, is_cut, commit_device_memory()), commit
 
     def grow(self, captured: Captured, private: bytes, sharding: Sharding) -> threading.Thread | None:
         """Begin to grow the older buffer for a commit of these values; its commit is lost. None: it need not grow.

@@ -282,6 +282,22 @@ class TorchState(State):
                 found.update(map(id, tensors.values()))
         return found
 
+    def _replicates(self) -> Callable[[str], bool]:
+        """Modules, except running statistics, torch's optimizers, and tensors that are trained. A plain tensor may be
+        this rank's own."""
+        beginnings: list[str] = []
+        left_out: set[str] = set()
+        trained: set[str] = set()
+        for name, value in self._parts().items():
+            if isinstance(value, torch.nn.Module):
+                left_out.update(running_statistics(name, _unwrap(value)))
+            if isinstance(value, torch.nn.Module) or is_plain_optimizer(value):
+                beginnings.append(f"{name}.")
+            elif isinstance(value, torch.Tensor) and value.requires_grad:
+                trained.add(name)
+        whole = tuple(beginnings)
+        return lambda name: name in trained or (name.startswith(whole) and name not in left_out)
+
     def _step_sources(self) -> Mapping[str, object] | None:
         if type(self).capture is not TorchState.capture:
             return None

@@ -518,10 +518,12 @@ class WorkerLoop:
                 self._result = self._train()
             self._session.check_collectives()  # the function may have caught the end of this generation
             self._committer.settle()
+            self._committer.send_digest()
             self._sentinel.wait_in_gate()
             return _Outcome.FINISHED
         except HostsUpdatedInterrupt as interrupt:
             release_exception(interrupt)
+            self._committer.send_digest()
             return _Outcome.INTERRUPTED
         except (SystemExit, KeyboardInterrupt):
             with script.ignored():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.core.types import World
+from elasticstate.core.types import DigestAnswer, World
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
 from elasticstate.replicas.client import ReplicaClient
@@ -89,6 +89,10 @@ class WorkerSession(Session):
     def has_peers(self) -> bool:
         return self.view.size > 1 and self._sentinel.is_in_generation
 
+    @property
+    def compares_commits(self) -> bool:
+        return self.view.options.compares_commits and self.view.size > 1
+
     def restore_group(self) -> dist.ProcessGroup | None:
         return super().restore_group() if self.has_peers and self._sentinel.trains else None
 
@@ -107,6 +111,15 @@ class WorkerSession(Session):
 
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
+
+    def record_digest(self, start: int, tick: int, digest: int) -> None:
+        self._sentinel.send(messages.CommitDigests(self.view.generation, ((start, tick, digest),)))
+
+    def question(self, last: int) -> tuple[int, int, int, int] | None:
+        return self._page.question(last)
+
+    def answer(self, answer: DigestAnswer) -> None:
+        self._sentinel.send(answer)
 
     def record_attached(self, digests: tuple[int, ...]) -> None:
         self._sentinel.send(messages.Attached(self.view.generation, digests))

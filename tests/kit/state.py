@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.core.ids import CommitId
-from elasticstate.core.types import ShardSource
+from elasticstate.core.types import DigestAnswer, ShardSource
 from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt, StateError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
@@ -137,6 +137,19 @@ class Member:
     has_peers: bool = False
     has_failed_collective: bool = False
     attached: list[int] = field(default_factory=list)  # digests
+    compares_commits: bool = True
+    digests: list[tuple[int, int, int]] = field(default_factory=list)
+    questions: list[tuple[int, int, int]] = field(default_factory=list)
+    answers: list[DigestAnswer] = field(default_factory=list)
+
+    def record_digest(self, start: int, tick: int, digest: int) -> None:
+        self.digests.append((start, tick, digest))
+
+    def question(self, last: int) -> tuple[int, int, int, int] | None:
+        return (len(self.questions), *self.questions[-1]) if len(self.questions) > last else None
+
+    def answer(self, answer: DigestAnswer) -> None:
+        self.answers.append(answer)
 
     @property
     def generation(self) -> int:

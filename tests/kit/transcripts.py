@@ -183,6 +183,14 @@ def parse_event(words: list[str]) -> t.Event:
         case "sealed":
             assert commit is not None
             return t.FromWorker(worker, t.CommitSealed(commit))
+        case "digests":
+            digests = tuple(tuple(map(int, each.split(":"))) for each in given["digests"].split(","))
+            return t.FromWorker(worker, t.CommitDigests(generation, digests))
+        case "digest_answer":
+            question = t.DigestQuestion(*map(int, given["question"].split(":")))
+            parts = tuple(map(int, given["parts"].split(",")))
+            names = tuple(given["names"].split(",")) if "names" in given else ()
+            return t.FromWorker(worker, t.DigestAnswer(generation, question, parts, len(names), names))
         case "first":
             return t.FromWorker(worker, t.First(generation, train_s, sync_s))
         case "call":
@@ -236,6 +244,8 @@ def describe(effect: t.Effect) -> str:
             return f"{type(effect).__name__} {worker}"
         case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation) | t.Terminate(generation):
             return f"{type(effect).__name__} {generation}"
+        case t.AskDigests(worker, generation, question):
+            return f"AskDigests {worker} {generation}: {':'.join(map(str, question))}"
         case t.WatchCalls(generation, on):
             return f"WatchCalls {generation}: {'on' if on else 'off'}"
 
