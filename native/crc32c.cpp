@@ -275,10 +275,13 @@ std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::siz
     return multiply(power_of(second_size), first) ^ second;
 }
 
-std::uint32_t crc32c_factor(std::size_t bytes) noexcept { return power_of(bytes); }
-
-std::uint32_t crc32c_combine_by(std::uint32_t factor, std::uint32_t first, std::uint32_t second) noexcept {
-    return multiply(factor, first) ^ second;
+Crc32cShift::Crc32cShift(std::size_t second_size) noexcept {
+    const std::uint32_t power = power_of(second_size);
+    for (std::uint32_t i = 0; i < 4; ++i) {
+        for (std::uint32_t byte = 0; byte < 256; ++byte) {
+            table_[i][byte] = multiply(power, byte << (8 * i));
+        }
+    }
 }
 
 }  // namespace elasticstate

@@ -21,11 +21,18 @@ void finish_copies() noexcept;
 /// Returns the checksum of two runs of bytes end to end, from both checksums and the size of the second run.
 std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::size_t second_size) noexcept;
 
-/// Factor for the checksums of runs that precede `bytes` more bytes; see crc32c_combine_by.
-std::uint32_t crc32c_factor(std::size_t bytes) noexcept;
+/// Table for second runs of one size, with which to combine takes some nanoseconds instead of a microsecond.
+class Crc32cShift {
+public:
+    explicit Crc32cShift(std::size_t second_size) noexcept;
+    std::uint32_t combine(std::uint32_t first, std::uint32_t second) const noexcept {
+        return table_[0][first & 0xff] ^ table_[1][(first >> 8) & 0xff] ^ table_[2][(first >> 16) & 0xff] ^
+               table_[3][first >> 24] ^ second;
+    }
 
-/// Does what crc32c_combine does, in a tenth of the time, with the factor of the second run's size.
-std::uint32_t crc32c_combine_by(std::uint32_t factor, std::uint32_t first, std::uint32_t second) noexcept;
+private:
+    std::uint32_t table_[4][256];
+};
 
 /// crc32c without special instructions, for comparison in tests.
 std::uint32_t crc32c_by_table(std::uint32_t crc, const void *data, std::size_t size) noexcept;

@@ -6,7 +6,6 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 
 #include "crc32c.hpp"
 #include "in_parallel.hpp"
@@ -15,6 +14,7 @@ namespace elasticstate {
 namespace {
 
 constexpr std::size_t BLOCK = std::size_t{4} << 20;  // unit of work: small, so that no thread waits for a slow one
+constexpr std::size_t MOST_SHIFTS = 256;  // pieces of more sizes take longer
 constexpr std::size_t MAX_OFFSET = std::numeric_limits<std::int64_t>::max();
 
 /// Calls work(0) ... work(count - 1), each once. The number of threads depends on the total of `bytes`.
@@ -71,7 +71,6 @@ Pieces::Pieces(std::span<const std::uint64_t> addresses, std::span<const std::ui
     }
     pieces_.reserve(addresses.size());
     numbered_.reserve(addresses.size());
-    std::unordered_map<std::size_t, std::uint32_t> factors;  // many pieces have the same size
     std::size_t end = 0;
     for (std::size_t i = 0; i < addresses.size(); ++i) {
         if (offsets[i] > MAX_OFFSET || sizes[i] > MAX_OFFSET - offsets[i]) {
@@ -88,9 +87,11 @@ Pieces::Pieces(std::span<const std::uint64_t> addresses, std::span<const std::ui
             pieces_.push_back(piece);
         }
         if (sizes[i] > 0) {
-            const auto [factor, is_new] = factors.try_emplace(sizes[i], 0);
-            factor->second = is_new ? crc32c_factor(sizes[i]) : factor->second;
-            numbered_.push_back({piece, i, factor->second});
+            auto shift = shifts_.find(sizes[i]);
+            if (shift == shifts_.end() && shifts_.size() < MOST_SHIFTS) {
+                shift = shifts_.try_emplace(sizes[i], sizes[i]).first;
+            }
+            numbered_.push_back({piece, i, shift == shifts_.end() ? nullptr : &shift->second});
         }
     }
 }
@@ -130,11 +131,11 @@ std::uint32_t gather_each(std::uint8_t *buffer, const Pieces &pieces, std::size_
                         : crc32c_copy(0, buffer + at, piece.address + (at - piece.offset), size, large);
                 if (size == piece.size) {
                     each[piece.number] = own;
-                    crc = crc32c_combine_by(piece.factor, crc, own);
                 } else {
                     cut[(from - begin) / BLOCK].push_back({piece.number, own, size});
-                    crc = crc32c_combine(crc, own, size);
                 }
+                const bool is_usual = size == piece.size && piece.shift != nullptr;
+                crc = is_usual ? piece.shift->combine(crc, own) : crc32c_combine(crc, own, size);
             },
             [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
         return crc;

@@ -3,7 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <unordered_map>
 #include <vector>
+
+#include "crc32c.hpp"
 
 namespace elasticstate {
 
@@ -30,7 +33,7 @@ public:
     /// A piece that is not empty, with or without an address, and its number among all pieces.
     struct Numbered : Piece {
         std::size_t number;
-        std::uint32_t factor;  // of its size, see crc32c_factor
+        const Crc32cShift *shift;  // of its size; null: it is one of many sizes
     };
     std::span<const Numbered> numbered() const noexcept { return numbered_; }
     /// Number of all pieces, empty ones included.
@@ -39,6 +42,7 @@ public:
 private:
     std::vector<Piece> pieces_;
     std::vector<Numbered> numbered_;
+    std::unordered_map<std::size_t, Crc32cShift> shifts_;  // by size; its elements do not move
     std::size_t count_;
 };
 

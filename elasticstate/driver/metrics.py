@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from elasticstate.core.figures import CAUSES
 from elasticstate.core.divergence import divergence_lines
+from elasticstate.core.figures import CAUSES
 from elasticstate.core.state import Phase, Running
 from elasticstate.driver.job import JobState
 from elasticstate.driver.status import ShardsOverview, overview_of

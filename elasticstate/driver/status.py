@@ -11,8 +11,8 @@ from msgspec import Struct
 from elasticstate.core import links
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, spares, why_empty
-from elasticstate.core.figures import JobFigures
 from elasticstate.core.divergence import divergence_lines
+from elasticstate.core.figures import JobFigures
 from elasticstate.core.health import no_tick_text, straggler_lines
 from elasticstate.core.ids import CommitId
 from elasticstate.core.sharded import replicas_of

@@ -50,9 +50,11 @@ class Compared(NamedTuple):
     """One commit as the driver may ask for it."""
 
     tick: int
-    digest: int
     checksums: Checksums
     selection: Selection
+
+    def digest(self) -> int:
+        return _number(_of_commit(self.tick, self.checksums, self.selection))
 
 
 class CommitDigests:
@@ -66,7 +68,7 @@ class CommitDigests:
         self._send = send
         self._clock = clock
         self._start = self._tick = self._sent = 0
-        self._chain = b""
+        self._chain = hashlib.blake2b(digest_size=8)
         self._stride = 1
         self._sent_at = -_LONGEST_S
         self._last: deque[Compared] = deque(maxlen=_MOST_COMMITS)
@@ -74,13 +76,11 @@ class CommitDigests:
     def add(self, tick: int, checksums: Checksums, selection: Selection) -> None:
         """Add the commit of a tick, given the checksums of all of its values."""
         chosen = checksums if selection.indices is None else checksums[selection.indices]
-        content = hashlib.blake2b(selection.forms, digest_size=8)
-        content.update(chosen.data)
-        found = content.digest()
-        self._last.append(Compared(tick, _number(found), chosen, selection))
+        self._last.append(Compared(tick, chosen, selection))
         if len(self._last) > 2 and len(self._last) * chosen.nbytes > _MOST_BYTES:
             self._last.popleft()
-        self._chain = hashlib.blake2b(self._chain + found + tick.to_bytes(8, "little"), digest_size=8).digest()
+        self._chain.update(selection.forms + tick.to_bytes(8, "little"))
+        self._chain.update(chosen.data)
         last, self._tick = self._tick, tick
         if tick // self._stride != last // self._stride:
             self._adapt()
@@ -91,7 +91,7 @@ class CommitDigests:
     def restart(self, tick: int) -> None:
         """Begin a new chain after this tick, whose commit this rank may lack."""
         self._start = self._tick = self._sent = tick
-        self._chain = b""
+        self._chain = hashlib.blake2b(digest_size=8)
 
     def send(self) -> None:
         """Send the digest of the newest commit, if it was not sent."""
@@ -113,7 +113,7 @@ class CommitDigests:
         tick, begin, end = question
         if not tick:
             return DigestAnswer(
-                self.generation, question, tuple(n for found in self._last for n in (found.tick, found.digest))
+                self.generation, question, tuple(n for found in self._last for n in (found.tick, found.digest()))
             )
         found = next((each for each in self._last if each.tick == tick), None)
         if found is None:
@@ -151,5 +151,11 @@ def decode_question(generation: int, tick: int, both: int) -> tuple[int, DigestQ
     return generation, DigestQuestion(tick, both >> 32, both & 0xFFFFFFFF)
 
 
-def _number(digest: bytes) -> int:
-    return int.from_bytes(digest, "little") >> 1
+def _of_commit(tick: int, checksums: Checksums, selection: Selection) -> hashlib.blake2b:
+    found = hashlib.blake2b(selection.forms + tick.to_bytes(8, "little"), digest_size=8)
+    found.update(checksums.data)
+    return found
+
+
+def _number(digest: hashlib.blake2b) -> int:
+    return int.from_bytes(digest.digest(), "little") >> 1

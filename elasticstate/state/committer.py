@@ -760,13 +760,13 @@ class Committer:
         if self.snapshot.newest != commit:
             self._digests.restart(commit.tick)
             return
-        excluded = self._live._exclusions
-        if self._selected is None or self._selected[:2] != (plan, excluded.number):
+        excluded, selected = self._live._exclusions, self._selected
+        if selected is None or selected[0] is not plan or selected[1] != excluded.number:
             is_replicated = self._live._replicates()
             selection = select(plan.names, plan.forms.get, lambda n: is_replicated(n) and n not in excluded)
-            self._selected = plan, excluded.number, selection
-        if (found := self._selected[2]) is not None:
-            self._digests.add(commit.tick, checksums, found)
+            self._selected = selected = plan, excluded.number, selection
+        if selected[2] is not None:
+            self._digests.add(commit.tick, checksums, selected[2])
 
     def _answer(self) -> None:
         """Answer a question of the driver about the commits of this world."""

@@ -73,6 +73,21 @@ void check_gather(Plan &plan, std::size_t begin, std::size_t end) {
     CHECK(plan.buffer == expected);
     CHECK(crc == crc32c(before, expected.data() + begin, end - begin));
     CHECK(checksum_of(plan.buffer.data(), begin, end, before) == crc);
+
+    Bytes again(plan.buffer.size());
+    for (std::size_t at = 0; at < again.size(); ++at) {
+        again[at] = at < begin || at >= end ? plan.buffer[at] : expected[at];
+    }
+    std::vector<std::uint32_t> each(pieces.count());
+    const std::size_t middle = begin + (end - begin) / 3;  // in two parts, which cut a piece
+    const std::uint32_t first = gather_each(again.data(), pieces, begin, middle, before, each.data());
+    CHECK(gather_each(again.data(), pieces, middle, end, first, each.data()) == crc);
+    CHECK(again == expected);
+    for (std::size_t i = 0; i < each.size(); ++i) {
+        const std::size_t from = std::clamp<std::size_t>(plan.offsets[i], begin, end);
+        const std::size_t to = std::clamp<std::size_t>(plan.offsets[i] + plan.sizes[i], begin, end);
+        CHECK(each[i] == crc32c(0, expected.data() + from, to - from));
+    }
 }
 
 void check_scatter(Plan &plan, std::size_t begin, std::size_t end, Random &random) {

@@ -36,6 +36,7 @@ class Job:
     test it kills all processes of the job.
 
     ``imported``: modules that take seconds, and that the process has imported from which those of the job fork.
+    ``diverges``: the commits of its ranks differ. In all other jobs, that is an error.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Job:
         before: list[str] | None = None,
         within: Sequence[str] = (),
         imported: Sequence[str] = (),
+        diverges: bool = False,
         **script: object,
     ) -> None:
         self.directory = directory
+        self.diverges = diverges
         self.process: Forked | subprocess.Popen[bytes]
         self.logs = directory / "logs"
         self.logs.mkdir()
@@ -113,6 +116,7 @@ class Job:
                 self.process.wait()
         if error is None:
             check_events(self.events_file)
+            assert self.diverges or not self.events("divergence"), self.events("divergence")
 
     # -------------------------------------------------------------------------------------------------- observation
 

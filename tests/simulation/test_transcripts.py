@@ -16,6 +16,7 @@ SCENARIOS = (
     "below_min_np_for_too_long",
     "cut_link",
     "death_while_forming",
+    "divergence",
     "drain_and_death_together",
     "evicted_host",
     "finish_in_the_gate",

@@ -29,7 +29,7 @@ def running(ranks: int, **policy: object) -> Membership:
 
 @dataclass
 class Program:
-    """Commits of several ranks, whose digests reach a core by random ways. ``flips``: (rank, tick, value, last tick)."""
+    """Commits of ranks, whose digests reach a core by random ways. ``flips``: (rank, tick, value, last tick)."""
 
     ranks: int
     values: int
@@ -101,7 +101,9 @@ programs = st.tuples(st.sampled_from((2, 3, 4)), st.integers(1, 1200), st.intege
 
 @settings(max_examples=30, deadline=None)
 @given(program=programs, data=st.data())
-def test_one_flipped_bit_is_found_with_rank_commit_and_value(program: tuple[int, int, int], data: st.DataObject) -> None:
+def test_one_flipped_bit_is_found_with_rank_commit_and_value(
+    program: tuple[int, int, int], data: st.DataObject
+) -> None:
     ranks, values, seed = program
     ticks, tick_s = data.draw(st.sampled_from([(60, 1.0), (60, 0.1), (60, 0.001)]))
     rank, value = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, values - 1))

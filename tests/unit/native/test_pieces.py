@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate._native import Pieces, checksum, checksums, copy, copy_runs, gather, scatter
+from elasticstate._native import Pieces, checksum, checksums, copy, copy_runs, gather, gather_each, scatter
 
 MIB = 1 << 20
 NOTHING = Pieces([], [], [])
@@ -55,6 +55,22 @@ def test_a_buffer_is_gathered_and_scattered_whole_with_its_checksum(sizes: list[
     copies = [zeros(size) for size in sizes]
     assert scatter(buffer, pieces_of(copies), 0, total) == found
     assert all(map(torch.equal, copies, tensors))
+
+
+@pytest.mark.parametrize("has_addresses", [True, False])
+def test_each_piece_gets_a_checksum_in_the_same_pass(has_addresses: bool) -> None:
+    sizes = [0, 5, 17 * MIB + 3, 0, 1000, 9 * MIB]
+    tensors = [torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)) for size in sizes]
+    total, offsets = sum(sizes), [0, *accumulate(sizes)][:-1]
+    pieces = pieces_of(tensors) if has_addresses else Pieces([0] * len(sizes), sizes, offsets)
+    buffer = zeros(total) if has_addresses else torch.cat(tensors)
+    each, middle = np.zeros(len(pieces), np.uint32), 6 * MIB + 1
+    first = gather_each(buffer, pieces, 0, middle, each)
+    assert gather_each(buffer, pieces, middle, total, each, first) == checksum(buffer, 0, total)
+    assert torch.equal(buffer, torch.cat(tensors))
+    assert each.tolist() == checksums(buffer, offsets, sizes)
+    with pytest.raises(ValueError, match="outside a buffer of 5"):
+        gather_each(buffer, pieces, 0, total, each[:5])
 
 
 @pytest.mark.parametrize(
