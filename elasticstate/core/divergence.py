@@ -35,6 +35,8 @@ def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, in
     if found.text or d.policy.divergence == "off":
         return
     d.put(worker, digests=(*worker.digests, *digests)[-_KEPT:])
+    if all(found.known.get((start, tick)) == digest for start, tick, digest in digests):
+        return
     known, differs = dict(found.known), found.differs
     for start, tick, digest in digests:
         is_equal = known.setdefault((start, tick), digest) == digest

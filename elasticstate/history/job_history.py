@@ -363,7 +363,7 @@ class JobMark(NamedTuple):
     """Something that happened at one time."""
 
     time: float
-    kind: str  # failure, interrupt, host, agent, driver or job
+    kind: str  # failure, interrupt, host, agent, driver, warning or job
     host: str | None
     name: str
     details: Details
@@ -493,6 +493,12 @@ class JobHistory:
         if stall is not None:
             details = {"missing": stall["who"], "end": reason}
             self._span("stall", None, f"stall: {call}", stall["time"] - stall["seconds"], time, details)
+
+    def on_divergence(self, e: event_file.Divergence) -> None:
+        self._mark(e, "warning", e["text"])
+
+    def on_divergent_value(self, e: event_file.DivergentValue) -> None:
+        self._mark(e, "warning", f"the first value that differs is {e['value']!r}", commit=e["commit"])
 
     def on_host_added(self, e: event_file.HostAdded) -> None:
         self._mark(e, "host", f"host {e['host']} added", slots=e["slots"])

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.state import Running, Straggler
+from elasticstate.core.state import Digests, Running, Straggler
 from elasticstate.core.step import Membership
 from elasticstate.core.types import CopyFigures
 from elasticstate.driver.job import JobState
@@ -238,6 +239,13 @@ def test_a_sharded_job_has_the_age_of_its_line_and_replica_and_the_memory_and_ba
     age = found["elasticstate_commit_line_age_seconds", ""] - found["elasticstate_replica_age_seconds", ""]
     assert age == pytest.approx(0.9), "1.1 and 2.0 s after the start"
     assert not [name for name, _ in samples(scraped(over())) if "cop" in name or "repli" in name], "not sharded"
+
+
+def test_a_divergence_is_shown_for_its_generation() -> None:
+    m = with_straggler()
+    assert "elasticstate_divergent 0.0" in scraped(m)
+    differing = structs.replace(m.ledger, digests=Digests(m.generation, text="commit (1, 4): rank 1 differs"))
+    assert "elasticstate_divergent 1.0" in scraped(replace(m, ledger=differing))
 
 
 def test_a_straggler_has_the_factor_of_its_own_time() -> None:

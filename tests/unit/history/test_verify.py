@@ -89,6 +89,7 @@ def verified(path: Path, lines: list[Line], capsys: pytest.CaptureFixture[str]) 
 COMMON = {"worker": "b:0#1", "host": "b", "slot": 0}
 LOST = {"downtime_s": 0.8, "commits_lost": 0, "ticks_lost": 0, "lower_bounds": []}
 DRIVER = {"epoch": 2, "back": ["a", "b"], "lost": []}
+DIFFER = {"commit": [2, 1], "ranks": [1], "hosts": ["a"], "groups": [[0, 2, 3], [1]], "text": "rank 1 differs"}
 COPY = {"state": "saved", "folder": "f", "failures": 0, "bytes": 1, "seconds": 0.1}
 
 # One edit for each check: the edit, the line, and what is wrong.
@@ -122,6 +123,30 @@ EDITS: dict[str, tuple[list[Edit], str]] = {
     "an older replication": (
         [insert(23, "replication", commit=[1, 9]), insert(23, "replication", commit=[1, 10])],
         "F:24: a replication of commit [1, 9] after that of [1, 10]",
+    ),
+    "a divergence of another generation": (
+        [insert(23, "divergence", **DIFFER | {"commit": [1, 1]})],
+        "F:23: a divergence in commit [1, 1] of another generation",
+    ),
+    "a second divergence": (
+        [insert(23, "divergence", **DIFFER), insert(23, "divergence", **DIFFER)],
+        "F:24: a second divergence in generation 2",
+    ),
+    "a divergence of equal ranks": (
+        [insert(23, "divergence", **DIFFER | {"groups": [[0, 1]]})],
+        "F:23: the groups [[0, 1]] differ",
+    ),
+    "the majority differs": (
+        [insert(23, "divergence", **DIFFER | {"ranks": [0, 2, 3]})],
+        "F:23: ranks [0, 2, 3] differ, and not [1]",
+    ),
+    "a rank that is no member differs": (
+        [insert(23, "divergence", **DIFFER | {"ranks": [4], "groups": [[0, 1], [4]]})],
+        "F:23: rank 4 differs, but is no member",
+    ),
+    "a value differs without a divergence": (
+        [insert(23, "divergent_value", commit=[2, 1], value="weight")],
+        "F:23: weight differs, but no divergence of generation 2",
     ),
     "two workers in a slot": ([put(35, worker="a:1#2", host="a", slot=1)], "F:35: a:1#2 starts, but a:1#1 has not"),
     "an incarnation comes again": ([put(35, worker="b:0#1")], "F:35: b:0#1 starts after b:0#1"),

@@ -72,7 +72,12 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"preemption_signals": "USR1,SIGTERM"}
     samples |= {"tee": "1", "debug_rank": "1", "only_ranks": "0,4-7", "preload": "json,os.path"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
-    samples |= {"straggler_action": "drain", "one_copy_per_host": "1", "dashboard_require_token": "1"}
+    samples |= {
+        "straggler_action": "drain",
+        "divergence": "off",
+        "one_copy_per_host": "1",
+        "dashboard_require_token": "1",
+    }
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
     given |= {"pod_selector": {"listen": "[::1]", "token_file": "f"}}.get(name, {})
