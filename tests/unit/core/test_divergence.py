@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -180,12 +179,8 @@ def test_the_option_off_compares_nothing() -> None:
     assert m.ledger.digests.differs is None
 
 
-def lines(effects: list[t.Effect]) -> Iterator[str]:
-    yield from kinds(effects)
-
-
 def test_a_member_that_dies_before_all_have_sent_their_digests_is_not_named() -> None:
     m, _ = drive(RUNNING + DIFFERENT)
     m, effects = drive("2.1 exit a:1#1 signal=9", m)
-    assert "divergence" not in list(lines(effects))
+    assert "divergence" not in kinds(effects)
     assert m.ledger.digests.text == ""
