@@ -12,6 +12,7 @@ While the file ``<log>/pause`` exists, no step begins.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -46,14 +47,15 @@ def others_sealed(commit: CommitId) -> bool:
     return (logs / f"sealed-0-{commit.generation}-{commit.tick}").exists()
 
 
-gather, write_seal, read_into = snapshot.gather, Buffer.write_seal, ReplicaClient.read_into
+gathers = {name: getattr(snapshot, name) for name in ("gather", "gather_each")}
+write_seal, read_into = Buffer.write_seal, ReplicaClient.read_into
 commit_of = elastic.TorchState.commit
 
 
-def half_of_gather(memory: Any, pieces: Any, start: int, length: int, found: int) -> int:
+def half_of_gather(name: str, memory: Any, pieces: Any, start: int, length: int, *rest: Any) -> int:
     fault = armed("commit-bytes")
     before = memory.clone() if fault is not None else None
-    result: int = gather(memory, pieces, start, length, found)
+    result: int = gathers[name](memory, pieces, start, length, *rest)
     if fault is not None and before is not None:
         half = length // 2
         memory[half:length] = before[half:length]
@@ -107,7 +109,8 @@ faults_file = Path(sys.argv[at + 1])
 del sys.argv[at : at + 2]
 logs = Path(sys.argv[sys.argv.index("--log") + 1])
 faults = Faults([], logs, faults_file)
-snapshot.gather = half_of_gather
+for name in gathers:
+    setattr(snapshot, name, functools.partial(half_of_gather, name))
 Buffer.write_seal = seal_after_rank_0  # type: ignore[method-assign]
 ReplicaClient.read_into = read_and_die  # type: ignore[method-assign]
 elastic.TorchState.commit = commit_and_pause  # type: ignore[method-assign]
