@@ -411,7 +411,9 @@ class Agents:
             del self._agents[agent.host]
         if agent.is_stopping:
             self._stopped.add(agent.id)
-        may_live = not agent.process.is_local and stream is not None and not agent.is_stopping
+        # With a replicated record, an agent of this machine may have left for a newer driver, too.
+        is_ours = agent.process.is_local and not self._votes.is_replicated
+        may_live = not is_ours and stream is not None and not agent.is_stopping
         if may_live:
             self._away[agent.id] = agent
         elif not agent.is_stopping or isinstance(agent.process, DialledIn):
