@@ -13,9 +13,9 @@ gc.set_threshold(200_000, *gc.get_threshold()[1:])
 def _freeze() -> None:
     """Skip the collection at the end of the process, which takes half a second with torch.
 
-    Triton needs it, and workers end as the product lets them: that is tested.
+    Triton needs it, and so do tests of what happens at the end.
     """
-    if "torch" in sys.modules and not {"triton", "elasticstate.worker.script"} & set(sys.modules):
+    if "triton" not in sys.modules and "ELASTICSTATE_TEST_LAST_COLLECTION" not in os.environ:
         gc.freeze()
 
 

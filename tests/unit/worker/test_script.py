@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import atexit, os, sys, threading
 
@@ -41,6 +43,11 @@ dist.barrier()
 dist.all_reduce(torch.ones(3), async_op=True)
 sys.exit(4)
 """
+
+
+@pytest.fixture(autouse=True)
+def _last_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICSTATE_TEST_LAST_COLLECTION", "1")  # see kit/startup/sitecustomize.py
 
 
 def run(directory: Path, more: str) -> tuple[subprocess.CompletedProcess[str], str]:
