@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -38,6 +40,16 @@ async def in_thread(call: Callable[..., T], *arguments: object) -> T:
 
     _run_in_thread(run)
     return await answer
+
+
+@asynccontextmanager
+async def scratch_directory(prefix: str, base: str | None) -> AsyncIterator[str]:
+    """Make a directory in ``base``, and remove it in the end with all files. Raises OSError if it cannot be made."""
+    path = await in_thread(lambda: tempfile.mkdtemp(prefix=prefix, dir=base))
+    try:
+        yield path
+    finally:
+        await in_thread(lambda: shutil.rmtree(path, ignore_errors=True))
 
 
 async def next_beat(interval_s: float) -> None:

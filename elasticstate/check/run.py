@@ -7,7 +7,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ from elasticstate.machine import slots_of_this_machine, version
 from elasticstate.options import Options, temporary_directory
 from elasticstate.plug_ins import load_part
 from elasticstate.terminal import message, printable
+from elasticstate.threads import scratch_directory
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class _Check:
     async def run(self) -> int:
         """Run slow searches at the same time; print the results in a fixed order, each as soon as possible."""
         options = self._options
-        with tempfile.TemporaryDirectory(prefix="elasticstate-check-", dir=temporary_directory()) as directory:
+        async with scratch_directory("elasticstate-check-", temporary_directory()) as directory:
             torch = asyncio.ensure_future(probe(options.start_timeout_s))
             found = {
                 name: asyncio.ensure_future(search(options.start_timeout_s)) for name, search in searches().items()

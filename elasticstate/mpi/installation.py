@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from elasticstate.check import BackendFindings, Line, facts_of
 from elasticstate.errors import OptionError
 from elasticstate.failures import how_it_ended
 from elasticstate.options import inherited_environment, temporary_directory
+from elasticstate.threads import scratch_directory
 
 INSTALL = "pip install 'elasticstate[mpi]'"
 """Remedy for most missing parts."""
@@ -64,7 +64,7 @@ async def search(timeout_s: float, *, python: str = sys.executable) -> MpiInstal
     Each child may take ``timeout_s`` (the value of ``--start-timeout``). No child outlives the call.
     """
     base = temporary_directory()
-    with tempfile.TemporaryDirectory(prefix="elasticstate-mpi-", dir=base, ignore_cleanup_errors=True) as directory:
+    async with scratch_directory("elasticstate-mpi-", base) as directory:
         probes = _Probes(timeout_s, python, directory)
         found = replace(await probes.library(), mpirun=find_mpirun(python))
         if found.mpirun:
