@@ -34,6 +34,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     ages: tuple[int, ...] = ()  # of its members, by rank
     next_age: int = 0
     highest: t.CommitId | None = None  # newest commit with tick >= 1 that was reported
+    durable: t.CommitId | None = None  # in the newest durable copy
     origins: tuple[Origin, ...] = ()  # of the last generations: what a loss of commits is counted from
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
@@ -66,7 +67,8 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     world = remains.world
     kind = "" if world is None else "plain" if world.is_plain else "elastic"
     started = kind == "elastic"
-    d.update_ledger(kind=kind, started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
+    d.update_ledger(kind=kind, started_at=now, ever_ready=started, next_age=remains.next_age)
+    d.update_ledger(highest=remains.highest, durable=remains.durable)
     d.update_ledger(holds=remains.epoch << _HOLDS_BITS, restarts=remains.restarts, store_joined=kind == "plain")
     past = remains.past
     d.update_ledger(

@@ -307,6 +307,7 @@ def newer(
         ages=old.ages if m.world is old.world else tuple(m.workers[w].age if w in m.workers else 0 for w in members),
         next_age=m.ledger.next_age,
         highest=m.ledger.highest,
+        durable=m.ledger.durable,
         origins=m.ledger.origins,
         first_round=_first_round(m),
         restarts=m.ledger.restarts,
@@ -324,7 +325,7 @@ def newer(
 def _has_only_new_figures(old: Record, new: Record) -> bool:
     """Return True if an old record serves as well: with older figures, and an older commit than the newest."""
     highest = old.highest or new.highest
-    return replace(new, past=old.past, clocks=old.clocks, highest=highest) == old
+    return replace(new, past=old.past, clocks=old.clocks, highest=highest, durable=old.durable) == old
 
 
 def _first_round(m: Membership) -> tuple[t.Placement, ...]:

@@ -197,13 +197,11 @@ def test_fifty_worlds_leave_nothing_behind(ranks: Ranks, request: pytest.Fixture
             for rank in members:
                 assert rank.hear("done")["broken"]
         all_do(members, "leave")
-        if number in (9, (count + 9) // 2, count - 1):
+        if number in (9, count - 1):
             kept.append(all_do(members, "held"))
-    request.node.user_properties.append(("report", f"{kept[0]} after 10 worlds, {kept[-1]} after {count}"))
-    for before, between, after in zip(*kept, strict=True):
+    request.node.user_properties.append(("report", f"{kept[0]} after 10 worlds, {kept[1]} after {count}"))
+    for before, after in zip(*kept, strict=True):
         assert after["descriptors"] == before["descriptors"]
         assert after["threads"] == before["threads"]
-        # A leak grows all the time. The allocator takes 15 MB at one time, for threads that allocate side by side.
-        growths = (between["bytes"] - before["bytes"], after["bytes"] - between["bytes"])
-        assert min(growths) < 8 << 20, (before, between, after)
+        assert after["bytes"] - before["bytes"] < 16 << 20, (before, after)
         assert after.get("device", 0) - before.get("device", 0) < 64 << 20, (before, after)

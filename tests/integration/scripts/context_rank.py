@@ -15,6 +15,7 @@ Ranks on CUDA share the first device: NCCL allows that because each has an NCCL_
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import json
@@ -222,6 +223,7 @@ def raised(kind: str) -> BaseException:
 
 def held() -> dict[str, int]:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free: how much of it is kept depends on the order of threads
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {
         "descriptors": len(os.listdir("/proc/self/fd")),
