@@ -1,7 +1,11 @@
 // The waits of the watched thread are measured, and no others; a worker's own time is its time without them.
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdint>
+#include <fstream>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -24,16 +28,26 @@ std::uint64_t measured(const auto &action) {
     return WaitClock::waited_ns() - before;
 }
 
+/// Returns as soon as a thread of this process sleeps in the kernel.
+void wait_until_asleep(pid_t thread) {
+    const std::string path = "/proc/self/task/" + std::to_string(thread) + "/stat";
+    for (std::string text; text.find(") S ") == std::string::npos;) {
+        std::this_thread::yield();
+        std::getline(std::ifstream(path), text);
+    }
+}
+
 void the_waits_of_the_watched_thread_count() {
     WaitClock::watch_this_thread();
     CHECK(measured([] {
               Waiting waiting;
-              std::jthread other([&] {
+              std::jthread other([&, waiter = gettid()] {
+                  wait_until_asleep(waiter);
                   std::this_thread::sleep_for(20ms);
                   waiting.finish();
               });
               waiting.wait();
-          }) >= 10 * MS);
+          }) >= 20 * MS);
     CHECK(measured([] {
               Waiting waiting;
               CHECK(!waiting.wait_for(20ms));
