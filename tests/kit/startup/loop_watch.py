@@ -23,6 +23,7 @@ import threading
 import time
 from asyncio import Handle, Task
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SLOW_S = 0.1
@@ -41,6 +42,7 @@ def watch_loops(path: str) -> None:
     cores = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     continued_at = starting_s = starting_cpu_s = 0.0
+    witness = _Witness()
 
     def note_continued(*_: object) -> None:
         nonlocal continued_at
@@ -69,7 +71,9 @@ def watch_loops(path: str) -> None:
         others_waited, waited = schedule.others_without_core_s(), schedule.without_core_s()
         stolen, page_faults = stolen_s(), _major_page_faults()
         computed, began = time.thread_time(), time.monotonic()
+        witness.begins()
         run(handle)
+        seen = witness.ends()
         lasted = time.monotonic() - began - starting_s
         if lasted > SLOW_S:
             time.sleep(0.02)  # another thread may have got a SIGCONT, of which this one has not heard yet
@@ -84,7 +88,7 @@ def watch_loops(path: str) -> None:
                 times += f", without a core {waited:.3f}, other threads {others_waited_s:.3f}"
                 times += f"; {_major_page_faults() - page_faults} major page faults)"
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
-                os.write(report, f"{times} in {process}: {_named(handle)}\n".encode())
+                os.write(report, f"{times} in {process}: {_named(handle)}; {seen}\n".encode())
 
     starters: list[tuple[Any, str]] = [(subprocess.Popen, "__init__"), (threading.Thread, "start")]
     starters += [(_thread, "start_new_thread"), (os, "waitpid")]
@@ -92,6 +96,46 @@ def watch_loops(path: str) -> None:
         setattr(kind, name, timed(getattr(kind, name), its_waits=kind is not os))
     signal.signal(signal.SIGCONT, note_continued)
     Handle._run = watched  # type: ignore[attr-defined]
+
+
+class _Witness:
+    """Where the loop's thread is in a long callback, as another thread sees it. Create it on the loop's thread."""
+
+    def __init__(self) -> None:
+        self._loop, self._native = threading.get_ident(), threading.get_native_id()
+        self._number, self._began_at, self._seen = 0, 0.0, ""
+        threading.Thread(target=self._look, name="witness of slow callbacks", daemon=True).start()
+
+    def begins(self) -> None:
+        self._number, self._began_at, self._seen = self._number + 1, time.monotonic(), ""
+
+    def ends(self) -> str:
+        """Return what was seen of this callback: its lines of code, and the system call that it was in."""
+        self._began_at, seen = 0.0, self._seen
+        return seen
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(SLOW_S / 4)
+            number, began = self._number, self._began_at
+            if began and not self._seen and time.monotonic() > began + SLOW_S / 2:
+                seen = f"{self._lines_of_code()}; {self._place_in_kernel()}"
+                if number == self._number:
+                    self._seen = seen
+
+    def _lines_of_code(self) -> str:
+        frame, places = sys._current_frames().get(self._loop), []
+        while frame is not None and len(places) < 12:
+            places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        return " < ".join(places)
+
+    def _place_in_kernel(self) -> str:
+        try:
+            parts = [Path(f"/proc/self/task/{self._native}/{name}").read_text() for name in ("syscall", "stack")]
+        except OSError as error:  # the stack is for root
+            return str(error)
+        return " ".join(" ".join(parts).split())
 
 
 class _Schedule:
