@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace as replace_dataclass
 from itertools import pairwise
 from math import inf
+from operator import attrgetter
 from statistics import median
 
 from msgspec import Struct
@@ -38,6 +39,8 @@ from elasticstate.core.state import (
 )
 from elasticstate.core.types import SHOWN, CollectivesReport, Finding, Hang, Place, listed, number_of, ranks_text
 from elasticstate.core.worlds import candidates
+
+_TICKS, _MOVED_AT = attrgetter("ticks"), attrgetter("moved_at")  # of many members at each step
 
 DEFAULT_GROUP = "default_pg"
 """Description that torch gives to the group of all ranks."""
@@ -204,10 +207,10 @@ def check_ticks(d: Draft, members: Sequence[Worker]) -> None:
     if not members:
         return
     ticking = d.ledger.ticking
-    completed = max(member.ticks for member in members)
+    completed = max(map(_TICKS, members))
     if completed > ticking.completed:
         ticking = _ticked(ticking, completed, d.now)
-    moved_at, standstill = max(member.moved_at for member in members), ticking.standstill
+    moved_at, standstill = max(map(_MOVED_AT, members)), ticking.standstill
     if standstill is not None and moved_at > standstill.since:
         reason = "ticks go on" if completed > standstill.ticks else "the script reports progress"
         _end(d, standstill, reason, goes_on=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from itertools import chain
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -43,6 +44,7 @@ from elasticstate.core.types import listed
 _DOUBTED = 0.25  # parts of --heartbeat-timeout without a movement of a member, before links are probed
 _ANSWER = 0.4  # for an answer, and at least between two orders
 _LATE = 0.25  # more, for agents that do not send what they have found
+_STILL_S = attrgetter("still_s")  # of many members at each step
 _MOST_PEERS = 64  # that one agent probes at a time; more hosts take turns
 
 
@@ -115,7 +117,9 @@ def _next_for_all_at(d: Draft) -> float:
 def _is_doubted(d: Draft) -> bool:
     """Return True if its agent has seen that a member of the world has not moved for too long."""
     limit_s, places = _DOUBTED * d.policy.heartbeat_timeout_s, (t.Place.REGROUP, t.Place.TRAIN)
-    return is_live(d) and any(w.still_s >= limit_s and w.place in places and w.ready is None for w in d.members())
+    if not is_live(d) or max(map(_STILL_S, d.members()), default=0.0) < limit_s:
+        return False
+    return any(w.still_s >= limit_s and w.place in places and w.ready is None for w in d.members())
 
 
 Peers = dict[str, dict[str, None]]

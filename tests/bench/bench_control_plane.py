@@ -8,7 +8,7 @@ hold, READY again after each END, stamps as often as real agents. For each size,
 - hold: from the first HOLD received to the last END(at K) received, which follows the last answer
 - end: from the abrupt end of one agent's connection to the last END(now) received
 - next world: from the same moment to the last WORLD of the next generation received
-- rest: CPU time of the driver, in % of one core, while agents send only stamps (of workers that make ticks and commits)
+- rest: CPU time of the driver, in % of one core, while agents send only stamps (of workers that make ticks and commits, with digests of these)
   and heartbeats; and the driver's memory at the end
 - watched: the same, while one page of the dashboard is open (its stream of events is read); medians of ROUNDS times by
   turns, and the ratio of each time to the one before: its median, least and most
@@ -145,7 +145,8 @@ class Agent:
             self.tick += 1
         place = messages.Place.TRAIN if self.generation else messages.Place.REGROUP
         commit = CommitId(self.generation, self.tick) if self.generation else None
-        stamp = messages.Stamp(place, self.generation, self.tick, commit)
+        digests = ((0, self.tick, self.tick),) if self.trains else ()
+        stamp = messages.Stamp(place, self.generation, self.tick, commit, digests=digests)
         self.send(messages.Stamps(tuple((worker, stamp) for worker in self.workers)))
 
 
