@@ -84,11 +84,11 @@ def watch_loops(path: str) -> None:
             others_waited_s = _increase_of_all(others_waited, schedule.others_without_core_s())
             blocked = lasted - computed - waited - others_waited_s - stolen
             if max(computed, blocked) > SLOW_S:
-                times = f"{lasted:.3f} s (computed {computed:.3f}, blocked {blocked:.3f}, stolen {stolen:.2f}"
+                times = f"{lasted:.3f} s: computed {computed:.3f}, blocked {blocked:.3f}, stolen {stolen:.2f}"
                 times += f", without a core {waited:.3f}, other threads {others_waited_s:.3f}"
-                times += f"; {_major_page_faults() - page_faults} major page faults)"
+                times += f"; {_major_page_faults() - page_faults} major page faults"
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
-                os.write(report, f"{times} in {process}: {_named(handle)}; {seen}\n".encode())
+                os.write(report, f"{times}; {seen or 'not seen'}; {process}: {_named(handle)}\n".encode())
 
     starters: list[tuple[Any, str]] = [(subprocess.Popen, "__init__"), (threading.Thread, "start")]
     starters += [(_thread, "start_new_thread"), (os, "waitpid")]
@@ -125,7 +125,7 @@ class _Witness:
 
     def _lines_of_code(self) -> str:
         frame, places = sys._current_frames().get(self._loop), []
-        while frame is not None and len(places) < 12:
+        while frame is not None and len(places) < 6:
             places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
         return " < ".join(places)
