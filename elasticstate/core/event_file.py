@@ -83,6 +83,7 @@ class JobStarted(CommonFields):
     np: int
     min_np: int
     max_np: int | None
+    np_multiple: int
 
 
 class JobFinished(FigureFields):

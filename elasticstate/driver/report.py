@@ -129,6 +129,7 @@ class Report:
             np=options.np,
             min_np=options.min_np,
             max_np=options.max_np,
+            np_multiple=options.np_multiple,
         )
         self.event("job_started", started, at)
         if has_one_thread_each:

@@ -51,7 +51,7 @@ class JobCheck:
     _is_whole: bool = False  # there are all events of all drivers
     _is_finished: bool = False
     _dropped_bytes: int = 0
-    _sizes: tuple[int, float] = (1, inf)  # min_np and max_np
+    _sizes: tuple[int, float, int] = (1, inf, 1)  # min_np, max_np and np_multiple
     _silent: set[int] = field(default_factory=set)  # generations whose end may have no event
     _accounts: dict[int, tuple[float, float]] = field(default_factory=dict)  # by generation: wall time and goodput
     _lost: Counter[str] = field(default_factory=Counter)  # commits and ticks
@@ -112,7 +112,7 @@ class JobCheck:
     def on_job_started(self, e: event_file.JobStarted) -> None:
         self._has_begun, self._is_whole, self._may_lose = True, True, False
         self._members, self._ages = set(), {}
-        self._sizes = e["min_np"], inf if e["max_np"] is None else e["max_np"]
+        self._sizes = e["min_np"], inf if e["max_np"] is None else e["max_np"], e["np_multiple"]
 
     def on_driver_restarted(self, e: event_file.DriverRestarted) -> None:
         """Keep what every driver knows: the worlds and the figures. The options may be others now."""
@@ -124,7 +124,7 @@ class JobCheck:
             self.notes.append(f"no world_formed of generation {generation}: a driver was killed")
             self._members = None
         self._silent.update(range(known, generation + 1))
-        self._epoch, self._sizes, self._ages = epoch, (1, inf), None
+        self._epoch, self._sizes, self._ages = epoch, (1, inf, 1), None
         self._has_begun, self._is_whole = True, False
         self._trains, self._is_held, self._has_resumed, self._may_lose = False, False, False, True
         for of_driver in (self._agents, self._leaving, self._cooldowns, self._phases, self._slots, self._ranks):
@@ -303,9 +303,10 @@ class JobCheck:
 
     def on_world_formed(self, e: event_file.WorldFormed) -> None:
         size, joined, left, before = e["size"], e["joined"], e["left"], self._members
-        least, most = self._sizes
+        least, most, multiple = self._sizes
         last, is_plain = e["generation"] - 1, bool(e.get("plain"))
         self._expect(least <= size <= most, f"{size} members, but min_np is {least} and max_np is {most}")
+        self._expect(size % multiple == 0, f"{size} members, but np_multiple is {multiple}")
         self._expect(0 <= e["root"] < size, f"the root is rank {e['root']} of {size}")
         self._expect(0 <= e["synced"] < size, f"{e['synced']} of {size} members get the state")
         if self._has_begun:

@@ -8,8 +8,8 @@ hold, READY again after each END, stamps as often as real agents. For each size,
 - hold: from the first HOLD received to the last END(at K) received, which follows the last answer
 - end: from the abrupt end of one agent's connection to the last END(now) received
 - next world: from the same moment to the last WORLD of the next generation received
-- rest: CPU time of the driver, in % of one core, while agents send only stamps (of workers that make ticks and commits, with digests of these)
-  and heartbeats; and the driver's memory at the end
+- rest: CPU time of the driver, in % of one core, while agents send only stamps (of workers that make ticks and commits,
+  with digests of these) and heartbeats; and the driver's memory at the end
 - watched: the same, while one page of the dashboard is open (its stream of events is read); medians of ROUNDS times by
   turns, and the ratio of each time to the one before: its median, least and most
 - scrape: CPU time of the driver for one answer with metrics, beyond that at rest

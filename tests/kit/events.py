@@ -26,7 +26,7 @@ class EventLines:
 
     def start(self, np: int = 2, at: float = 0.0) -> EventLines:
         self.generation = 0
-        sizes = {"np": np, "min_np": 1, "max_np": None}
+        sizes = {"np": np, "min_np": 1, "max_np": None, "np_multiple": 1}
         return self.add(at, "job_started", pid=1, command=["python", "train.py"], **sizes)
 
     def host(self, at: float, host: str, slots: int) -> EventLines:

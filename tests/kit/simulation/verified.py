@@ -19,7 +19,7 @@ class Verified:
         self.lines: list[Event] = []
         self._check = JobCheck()
         self._epoch = 1
-        sizes = {"np": policy.np, "min_np": policy.min_np, "max_np": policy.max_np}
+        sizes = {"np": policy.np, "min_np": policy.min_np, "max_np": policy.max_np, "np_multiple": policy.np_multiple}
         self._add("job_started", 0.0, 0, pid=1, command=["train"], **sizes)
 
     def see(self, now: float, effect: t.Effect, m: Membership) -> None:

@@ -179,6 +179,7 @@ EDITS: dict[str, tuple[list[Edit], str]] = {
     ),
     "too many members": ([put(1, max_np=3)], "F:22: 4 members, but min_np is 2 and max_np is 3"),
     "too few members": ([put(1, min_np=4)], "F:13: 3 members, but min_np is 4"),
+    "no whole groups": ([put(1, np_multiple=2)], "F:13: 3 members, but np_multiple is 2"),
     "a root that is no rank": ([put(22, root=4)], "F:22: the root is rank 4 of 4"),
     "all members get the state": ([put(22, synced=4)], "F:22: 4 of 4 members get the state"),
     "no end before a world": ([drop(27)], "F:31: generation 2 has not ended"),
