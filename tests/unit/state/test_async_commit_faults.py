@@ -88,6 +88,7 @@ def step_compiled(job: Job) -> None:
     torch.compile(job.state.optimizer.step, backend="eager")()
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch.compile
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # from torch, when it imports its compiler
 @pytest.mark.parametrize(
     "write", [write_a_parameter, write_the_state_of_an_optimizer, load_a_state_dict, step_without_hooks, step_compiled]
