@@ -10,6 +10,7 @@ import msgspec
 
 from elasticstate.agent.agent import serve
 from elasticstate.net.messages import Launch
+from elasticstate.net.names import host_port
 from elasticstate.options import ssh_client
 from elasticstate.processes import allow_many_descriptors, keep_owner_access
 from elasticstate.terminal import complain, hold_standard_descriptors
@@ -31,13 +32,19 @@ def main() -> NoReturn:
 
 
 def with_ssh_client_first(launch: Launch) -> Launch:
-    """Put the address that ssh connected from first: the driver most likely listens there."""
+    """Put the address that ssh connected from first in its family: the driver most likely listens there.
+
+    All hosts must take the same family (see DriverStream.dial), by whichever ssh has connected.
+    """
     client = ssh_client()
-    if not client:
+    if not client or "%" in client:  # of the link itself: no other host reaches such an address
         return launch
-    ports = dict.fromkeys(address.rpartition(":")[2] for address in launch.addresses)
-    back = (f"[{client}]:{port}" if ":" in client else f"{client}:{port}" for port in ports)
-    return msgspec.structs.replace(launch, addresses=tuple(dict.fromkeys((*back, *launch.addresses))))
+    ports = dict.fromkeys(int(address.rpartition(":")[2]) for address in launch.addresses)
+    found = dict.fromkeys((*(host_port(client, port) for port in ports), *launch.addresses))
+    is_ipv6 = [address.startswith("[") for address in launch.addresses]
+    return msgspec.structs.replace(
+        launch, addresses=tuple(sorted(found, key=lambda address: address.startswith("[") != is_ipv6[0]))
+    )
 
 
 def _first_line() -> bytes:

@@ -92,8 +92,11 @@ class Agent:
             service = await self._attach(place)
         except Stopped as signalled:
             status = signalled.status
-        except (ConnectionError, OSError, ValueError) as error:
+        except (ConnectionError, OSError, ValueError, OptionError) as error:
             self.outputs.complain(f"could not start: {error}")
+            if self._driver is not None:
+                self._driver.send(messages.CouldNotStart(str(error)))
+                await self._driver.close()
         else:
             status = await service.run(self._killed)
         if self._supervision is not None:
@@ -106,7 +109,7 @@ class Agent:
     async def _attach(self, place: JobPlace) -> Service:
         """Find the driver, lock this host, and begin to serve.
 
-        Raises Stopped, OSError (also ConnectionError) or ValueError.
+        Raises Stopped, OSError (also ConnectionError), ValueError or OptionError.
         """
         launch = self._launch
         driver = self._driver = DriverConnection(launch)

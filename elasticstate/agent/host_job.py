@@ -26,12 +26,13 @@ from elasticstate.commits import (
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.net.messages import AgentWarning, JobSpec, Launch
-from elasticstate.net.names import is_loopback, outward_address
+from elasticstate.net.names import address_on, is_loopback, outward_address
 from elasticstate.net.trust import storage_key
 from elasticstate.options import (
     Options,
     agent_variable,
     inherited_environment,
+    interface_variables,
     missing_temporary_directory,
     runtime_directory,
     temporary_directory,
@@ -61,7 +62,7 @@ class HostJob:
         outputs: Outputs,
         handles: dict[WorkerId, WorkerHandle],
     ) -> None:
-        """``handles``: the living workers; only ``Workers`` changes it."""
+        """``handles``: the living workers; only ``Workers`` changes it. Raises OptionError."""
         self.launch = launch
         self.spec = spec
         self.options = spec.options
@@ -72,6 +73,9 @@ class HostJob:
         self.handles = handles
         self.local_address = launch.local_address or _seen_at(driver.local_address, spec.options)
         """Address at which other hosts reach this one."""
+        self._interface = ""  # the one that the user has chosen
+        if spec.options.network_interface:
+            self._interface, self.local_address = address_on(spec.options.network_interface, self.local_address)
         self.key = storage_key(launch.token, spec.job_id)
         self.is_watched = is_watched(spec)
         self._tasks: set[asyncio.Task[object]] = set()
@@ -89,7 +93,8 @@ class HostJob:
     def environment(self) -> dict[str, str]:
         """Return the environment of the workers, with the mark of this agent."""
         name, mark = agent_variable(self.place.mark)
-        return {**environment_of_workers(self.launch.environment, self.spec.environment), name: mark}
+        found = environment_of_workers(self.launch.environment, self.spec.environment)
+        return {**found, **interface_variables(self._interface), name: mark}
 
     def environment_of_commands(self) -> dict[str, str]:
         """Return the environment of a command that this agent runs for the user. With the mark of the agent, the

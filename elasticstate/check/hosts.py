@@ -48,6 +48,7 @@ async def exchange_lines(hosts: Sequence[str], launchers: HostLaunchers, options
         told: dict[str, object] = {"rank": rank, "size": len(hosts), "port": port}
         if rank >= 0:
             told |= {"host": host, "servers": servers, "address": here if is_here else "", "variables": variables}
+            told["interfaces"] = options.network_interface
         arguments = (*_PROGRAM, json.dumps(told))
         if isinstance(launcher, CommandLauncher) and not is_here:
             command = launcher.command(host, arguments, log.with_name(f"{log.name}-{rank}"), f"exchange-{rank}")

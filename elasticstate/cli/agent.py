@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from elasticstate.cli.parser import CommandParser
 from elasticstate.errors import OptionError
 from elasticstate.machine import host_name
+from elasticstate.net.names import host_port
 from elasticstate.options import CONNECT_TIMEOUT_S, slots_of_step, slurm_node
 from elasticstate.options.kinds import RACK_RULE, SECONDS, SLOTS, Kind, is_host_name, split_address
 from elasticstate.options.reading import value_of
@@ -92,7 +93,7 @@ def _addresses(text: str) -> tuple[str, ...]:
         host, port = split_address(part)
         if not 0 < port < 1 << 16:
             raise ValueError(text)
-        found.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        found.append(host_port(host, port))
     return tuple(found)
 
 

@@ -32,6 +32,8 @@ from elasticstate.net.names import (
     LOCALHOST,
     address_of,
     address_towards,
+    any_address,
+    host_port,
     is_of_each_machine,
     is_this_machine,
     outward_address,
@@ -153,15 +155,21 @@ class Agents:
                 f"--listen: {options.listen!r}: {error.strerror}. Give an address of this machine and a free port."
             ) from None
         self.is_open = True
-        shown = host if host not in ("0.0.0.0", "::") else next(iter(own_addresses()), LOCALHOST)
-        command = f"elasticrun agent --join {shown}:{port} --token-file {options.token_file}"
+        shown = host
+        if host in ("0.0.0.0", "::"):
+            own = own_addresses(options.network_interface)
+            shown = next((address for address in own if host == "::" or ":" not in address), LOCALHOST)
+        command = f"elasticrun agent --join {host_port(shown, port)} --token-file {options.token_file}"
         self._log(f"waiting for agents: run {command} on each host")
 
     def open(self, port: int = 0) -> None:
         """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
-        port = self._server.listen("0.0.0.0", port)
+        port = self._server.listen(any_address(), port)
         self.ports = (self.ports[0], port)
-        self._addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
+        own = own_addresses(self._spec.options.network_interface)
+        of_ipv4 = sum(":" not in address for address in own) or len(own)
+        addresses = (*own[:of_ipv4], LOCALHOST, *own[of_ipv4:])  # loopback is for hosts that are this machine
+        self._addresses = tuple(host_port(address, port) for address in addresses)
         self.is_open = True
 
     @property
@@ -169,7 +177,7 @@ class Agents:
         """Where other hosts reach this driver."""
         port = split_address(self._spec.options.listen)[1] if self._spec.options.listen else 0
         ports = [port] if port else self.ports[1:]
-        return tuple(f"{address}:{port}" for address in own_addresses() for port in ports)
+        return tuple(host_port(address, port) for address in own_addresses() for port in ports)
 
     async def learn_own_address(self, hosts: Sequence[str]) -> None:
         """Find the address at which these hosts reach this one, for its workers: it may have several."""
@@ -559,6 +567,9 @@ class Agents:
     def agent_sent(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)
         if agent is not None and agent.stream is stream:
+            if isinstance(message, messages.CouldNotStart):
+                self._lose(agent, f"could not start: {message.reason}")
+                return
             if isinstance(message, messages.HostReport):
                 agent.has_reported = True
             if isinstance(message, messages.Vote):

@@ -24,7 +24,7 @@ from elasticstate.errors import OptionError
 from elasticstate.machine import boot_id, host_name, version
 from elasticstate.net import messages
 from elasticstate.net.control import AgentStream, ControlServer, tell_replaced
-from elasticstate.net.names import LOCALHOST
+from elasticstate.net.names import LOCALHOST, any_address, host_port
 from elasticstate.net.trust import Strangers, Trust, token_of_job
 from elasticstate.options import Options
 from elasticstate.options.kinds import split_address
@@ -259,7 +259,7 @@ async def elected_here(
     """
     job, found = options.job_name or "", directory.found
     if found is not None and found.quorums != ((found.file,),):
-        places = list(zip((LOCALHOST, "0.0.0.0"), found.ports, strict=False))
+        places = list(zip((LOCALHOST, any_address()), found.ports, strict=False))
         token = found.token
     elif found is None and options.listen is not None and options.standbys is not None and job:
         places, token = [(LOCALHOST, 0)], token_of_job(options.token_file)
@@ -324,7 +324,7 @@ async def stand_by(
         winning = asyncio.ensure_future(election.won(order.heartbeat_timeout_s))
         reading_on = asyncio.ensure_future(stdin.read())
         try:
-            port = election.listen("0.0.0.0")
+            port = election.listen(any_address())
             listening(port)
             await asyncio.wait({winning, reading_on}, return_when=asyncio.FIRST_COMPLETED)
             if not winning.done():
@@ -332,7 +332,7 @@ async def stand_by(
             elected = winning.result()
             assert elected is not None
             dialled = elected.record.options.listen is not None
-            return elected.at((), f"0.0.0.0:{port}") if dialled else elected.at((0, port), None)
+            return elected.at((), host_port(any_address(), port)) if dialled else elected.at((0, port), None)
         finally:
             winning.cancel()
             reading_on.cancel()

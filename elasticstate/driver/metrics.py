@@ -27,9 +27,9 @@ from elasticstate.driver.job import JobState
 from elasticstate.driver.status import ShardsOverview, overview_of
 from elasticstate.errors import OptionError
 from elasticstate.net.messages import HostUse
-from elasticstate.net.names import is_own_host
+from elasticstate.net.names import host_port, is_own_host, listening_socket
 from elasticstate.net.trust import Strangers
-from elasticstate.net.web import Answer, Request, RequestHandler, WebPort, listening_socket
+from elasticstate.net.web import Answer, Request, RequestHandler, WebPort
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
@@ -117,8 +117,7 @@ class MetricsServer:
         self._app = make_wsgi_app(registry)
         self._one_at_a_time = asyncio.Lock()
         self._port = WebPort("metrics", listening, strangers, lambda: RequestHandler(self._answer))
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._port.port}/metrics"
+        self.url = f"http://{host_port(host, self._port.port)}/metrics"
 
     async def close(self) -> None:
         """Stop the server."""

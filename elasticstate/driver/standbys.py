@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from elasticstate.core.register import Candidate
 from elasticstate.net import messages
-from elasticstate.net.names import LOCALHOST
+from elasticstate.net.names import LOCALHOST, host_port
 
 
 class Standbys:
@@ -39,7 +39,7 @@ class Standbys:
     def received(self, host: str, message: messages.StandbyListens, address: str) -> None:
         """Tell all agents of a standby that listens, or listens no more. ``address``: of the host."""
         if message.port:
-            self._chosen[host] = f"[{address}]:{message.port}" if ":" in address else f"{address}:{message.port}"
+            self._chosen[host] = host_port(address, message.port)
         else:
             self._warn(f"the standby on host {host} {message.reason}")
             self._failed.add(host)

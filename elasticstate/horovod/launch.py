@@ -50,13 +50,14 @@ def run(
         slots: slots of a host that is named without a number (``--slots-per-host``).
         output_filename: directory for the output of the workers (``--log-dir``).
         disable_cache: ignored.
-        mpi_args, network_interface, executable: must be None.
+        network_interface: names of interfaces, separated by commas (``--network-interface``).
+        mpi_args, executable: must be None.
         options: any other option of ``elasticrun`` by its name: ``host_discovery_script="./hosts.sh"``.
 
     Raises UsageError for arguments that cannot have an effect, and what ``elasticstate.launch`` raises: a
     WorkerFailedError with the root cause, if the job fails.
     """
-    _refuse(mpi_args=mpi_args, network_interface=network_interface, executable=executable)
+    _refuse(mpi_args=mpi_args, executable=executable)
     if use_gloo and use_mpi:
         raise ArgumentUsageError("run(use_gloo=True, use_mpi=True): they exclude each other. Give only one of them.")
     backend = "gloo" if use_gloo else "mpi" if use_mpi else None
@@ -74,6 +75,7 @@ def run(
         "log_dir": output_filename,
         "verbose": bool(verbose) or None,
         "backend": backend,
+        "network_interface": network_interface,
         **options,
     }
     workers = np if np is not None and num_proc == 1 else num_proc
@@ -82,7 +84,6 @@ def run(
 
 _REMEDIES = {
     "mpi_args": "elasticrun calls mpirun itself. Leave it out.",
-    "network_interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and pass them to other hosts with env=.",
     "executable": "the workers run with this Python, which other hosts must have at the same path.",
 }
 

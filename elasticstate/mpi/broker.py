@@ -28,7 +28,7 @@ from pathlib import Path
 from elasticstate.log import logger
 from elasticstate.mpi import holder
 from elasticstate.net.control import reason_of
-from elasticstate.net.names import LOCALHOST
+from elasticstate.net.names import LOCALHOST, any_address, listening_socket
 from elasticstate.net.trust import NAME, Trust, read_token
 from elasticstate.options import inherited_environment
 
@@ -54,7 +54,10 @@ class Relay:
     async def open(self, trust: Trust, proof_timeout_s: float) -> int:
         """Listen, and return the port. Raises OSError."""
         self._server = await asyncio.start_server(
-            self._serve, "0.0.0.0", 0, ssl=trust.server, ssl_handshake_timeout=proof_timeout_s
+            self._serve,
+            sock=listening_socket(any_address()),
+            ssl=trust.server,
+            ssl_handshake_timeout=proof_timeout_s,
         )
         return port_of(self._server)
 

@@ -12,6 +12,7 @@ import ssl
 import struct
 from collections import deque
 from contextlib import suppress
+from itertools import groupby
 from typing import Protocol
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from elasticstate.compat.libraries import set_tls_buffer_bytes
 from elasticstate.net import messages
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
+from elasticstate.net.names import listening_socket, port_of
 from elasticstate.net.trust import BACKLOG, NAME, LocalPeers, Strangers, Trust
 
 # --------------------------------------------------------------------------------------------------------------- stream
@@ -299,19 +301,11 @@ class ControlServer:
 
     def listen(self, host: str, port: int = 0) -> int:
         """Listen at the address ``host``; may be called for several. Return the port. Raises OSError."""
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-            listener.setblocking(False)
-        except OSError:
-            listener.close()
-            raise
+        listener = listening_socket(host, port, BACKLOG)
+        listener.setblocking(False)
         self._listeners.append(listener)
         self._accepting.append(asyncio.ensure_future(self._strangers.accept(listener, self._accepted)))
-        found: int = listener.getsockname()[1]
-        return found
+        return port_of(listener)
 
     async def stop(self) -> None:
         """Close all connections, after their pending messages are sent."""
@@ -387,12 +381,20 @@ class DriverStream(Stream):
     async def dial(cls, addresses: tuple[str, ...], trust: Trust, timeout_s: float) -> DriverStream:
         """Connect to the first of these ``host:port`` that authenticates as the job's driver.
 
-        As in RFC 8305, each further address is tried a moment after the one before. Raises ConnectionError, with the
-        reasons, when none succeeds in time.
+        As in RFC 8305, each further address is tried a moment after the one before; but one of the other family (IPv4
+        or IPv6) only when all before have failed: all hosts of a job must take the same one. Raises ConnectionError,
+        with the reasons, when none succeeds in time.
         """
         reasons: list[str] = []
+        for _, family in groupby(addresses, lambda address: address.startswith("[")):
+            if (stream := await cls._dial(list(family), trust, timeout_s, reasons)) is not None:
+                return stream
+        raise ConnectionError("; ".join(dict.fromkeys(reasons)))
+
+    @classmethod
+    async def _dial(cls, ahead: list[str], trust: Trust, timeout_s: float, reasons: list[str]) -> DriverStream | None:
+        """Connect to the first of these that authenticates. Return None, and add the reasons, if none does in time."""
         dialling: set[asyncio.Task[DriverStream]] = set()
-        ahead = list(addresses)
         try:
             while ahead or dialling:
                 if ahead:
@@ -404,13 +406,13 @@ class DriverStream(Stream):
                     if task.exception() is None:
                         return task.result()
                     reasons.append(str(task.exception()))
+            return None
         finally:
             for task in dialling:
                 task.cancel()
             for result in await asyncio.gather(*dialling, return_exceptions=True):
                 if isinstance(result, DriverStream):  # this connection succeeded, too
                     result.abort("another address answered first")
-        raise ConnectionError("; ".join(dict.fromkeys(reasons)))
 
     def received(self, data: bytes) -> None:
         self._messages.append(data)

@@ -27,6 +27,7 @@ import msgspec
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
+from elasticstate.net.names import listening_socket, port_of
 
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
 _CUT = "\n... cut ...\n"
@@ -545,12 +546,11 @@ class StoreListener:
     def __init__(self, host: str) -> None:
         """Listen on a free port of ``host``. Raises OSError."""
         self._host = host
-        self._socket = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+        self._socket = listening_socket(host)
 
     @property
     def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
+        return port_of(self._socket)
 
     @property
     def address(self) -> str:

@@ -346,6 +346,12 @@ class NextStore(Message, frozen=True):
     address: str
 
 
+class CouldNotStart(Message, frozen=True):
+    """The agent cannot serve this job on its host, and ends."""
+
+    reason: str
+
+
 class AgentWarning(Message, frozen=True):
     """A warning from this host, for the user at the driver."""
 
@@ -437,6 +443,7 @@ FromAgent = (
     | Stamps
     | NextStore
     | AgentWarning
+    | CouldNotStart
     | OutputTrouble
     | Fetched
     | OutputTail

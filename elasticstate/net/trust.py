@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
 from elasticstate.errors import OptionError
+from elasticstate.net.names import host_port, without_carrier
 
 MIN_TOKEN_LENGTH = 32  # characters
 _MOST_TOKEN_BYTES = 4096
@@ -383,7 +384,7 @@ class Strangers:
                         self.dismiss_one(f"the driver cannot hold more connections ({error.strerror})")
                         await asyncio.sleep(_NO_DESCRIPTOR_PAUSE_S)
                 else:
-                    serve(connection, f"{address[0]}:{address[1]}", local_peers)
+                    serve(connection, host_port(without_carrier(address[0]), address[1]), local_peers)
                 await asyncio.sleep(0)  # let refused connections close, and agents' messages in
 
 

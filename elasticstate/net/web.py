@@ -13,24 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from elasticstate.net.names import is_loopback
+from elasticstate.net.names import is_loopback, port_of, without_carrier
 from elasticstate.net.trust import BACKLOG, LocalPeers, Strangers
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; port 0: any port. Raises OSError."""
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def port_of(listening: socket.socket) -> int:
-    """Return the port of a socket."""
-    port: int = listening.getsockname()[1]
-    return port
-
 
 MOST_HEADER_BYTES = 16 * 1024
 _END_OF_HEADER = b"\r\n\r\n"
-_IPV4_IN_IPV6 = "::ffff:"
 
 
 class Visitor(asyncio.Protocol):
@@ -52,7 +39,7 @@ class Visitor(asyncio.Protocol):
     def is_loopback(self) -> bool:
         """True if the connection came over the loopback interface."""
         own = self._transport.get_extra_info("sockname") if self._transport is not None else None
-        return own is not None and is_loopback(own[0].removeprefix(_IPV4_IN_IPV6))
+        return own is not None and is_loopback(without_carrier(own[0]))
 
     def authenticated(self) -> None:
         """Count the connection among strangers no more: its request has the token."""

@@ -13,6 +13,7 @@ from elasticstate.options.environment import (
     forget_plain_variables as forget_plain_variables,
     has_cursor_control as has_cursor_control,
     inherited_environment as inherited_environment,
+    interface_variables as interface_variables,
     missing_temporary_directory as missing_temporary_directory,
     passed_on as passed_on,
     plain_variables as plain_variables,

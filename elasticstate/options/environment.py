@@ -35,7 +35,7 @@ def has_cursor_control() -> bool:
 
 
 _PLAIN_VARIABLES = PREFIX + "PLAIN_VARIABLES"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _PLAIN_INTERFACE = PREFIX + "PLAIN_INTERFACE"
 _NO_LIMIT = 2**31 - 1  # for TORCHELASTIC_MAX_RESTARTS, which must be a number
 
@@ -73,6 +73,11 @@ def plain_variables(
     if interface is not None and not given.get(_GLOO_INTERFACE):
         texts |= {_GLOO_INTERFACE: interface, _PLAIN_INTERFACE: interface}
     return texts
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """Return the variables that let Gloo and NCCL use this interface; none without one."""
+    return {_GLOO_INTERFACE: interface, _NCCL_INTERFACE: f"={interface}"} if interface else {}
 
 
 def forget_plain_variables() -> bool:

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from elasticstate.core.ids import HostSlots
 
 _HOST_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}"
-_HOST = re.compile(rf"(?P<name>{_HOST_NAME})(?::(?P<slots>\d{{1,18}}))?(?P<attributes>(?:\s+[^\s=:,]+=\S*)*)")
+_HOST = re.compile(
+    rf"(?P<name>{_HOST_NAME}|\[[0-9A-Fa-f:.]+\])(?::(?P<slots>\d{{1,18}}))?(?P<attributes>(?:\s+[^\s=:,]+=\S*)*)"
+)
 RACK_RULE = "must be letters, digits, dots, dashes and underscores, and not begin with a dot"
 _LONGEST_QUOTE = 100  # characters of a line that cannot be read
+_INTERFACE = re.compile(r"[^\s/:,]{1,15}")  # dev_valid_name() of Linux
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")
 
 
@@ -29,12 +32,26 @@ class Kind:
 
 
 def is_host_name(text: str) -> bool:
-    """Return True if a host of a job may have this name, which appears in paths, messages and command lines."""
-    return re.fullmatch(_HOST_NAME, text) is not None
+    """Return True if a host of a job may have this name, which appears in paths, messages and command lines.
+
+    It may be an address.
+    """
+    return re.fullmatch(_HOST_NAME, text) is not None or _is_ipv6(text)
+
+
+def _is_ipv6(text: str) -> bool:
+    """Return True for an address of IPv6 in its shortest form, the only one that is a name of a host."""
+    try:
+        return str(ipaddress.IPv6Address(text)) == text and "%" not in text
+    except ValueError:
+        return False
 
 
 def parse_host(text: str, default_slots: int) -> HostSlots:
-    """Read ``host``, ``host:slots`` or ``host slots=N``, perhaps followed by ``rack=NAME``. Raises ValueError."""
+    """Read ``host``, ``host:slots`` or ``host slots=N``, perhaps followed by ``rack=NAME``. Raises ValueError.
+
+    An address of IPv6 is in brackets: ``[fd00::1]:4``.
+    """
     quoted = repr(text.strip()[:_LONGEST_QUOTE])
     match = _HOST.fullmatch(re.sub(r"\s*=\s*", "=", text.strip()))
     if match is None:
@@ -52,7 +69,13 @@ def parse_host(text: str, default_slots: int) -> HostSlots:
             raise ValueError(f"{quoted}: {attribute}: must be one {name}=, with a value")
         else:
             raise ValueError(f"{quoted}: unknown attribute {name!r}: must be slots=N or rack=NAME")
-    return HostSlots(match["name"], default_slots if slots is None else int(slots), rack)
+    name = match["name"]
+    if name.startswith("["):
+        try:
+            name = str(ipaddress.IPv6Address(name[1:-1]))
+        except ValueError:
+            raise ValueError(f"{quoted} is not a host: {name} is no address of IPv6") from None
+    return HostSlots(name, default_slots if slots is None else int(slots), rack)
 
 
 def _whole(text: str, minimum: int, maximum: float = math.inf) -> int:
@@ -237,8 +260,13 @@ COMMAND = Kind("COMMAND", "a command with its arguments, quoted as for a shell",
 FLAG = Kind("", "1 or 0", _yes_or_no)
 PORT = Kind("PORT", "a port number from 1 to 65535", lambda text: _whole(text, 1, 65535))
 MODULES_OR_OFF = Kind("MODULES|off", "names of Python modules, separated by commas, or off", _or_off(_modules))
+INTERFACES = Kind(
+    "NAMES",
+    "names of network interfaces, separated by commas",
+    lambda text: tuple(_matching(_INTERFACE)(name.strip()) for name in text.split(",")),
+)
 NAMES = Kind("NAMES", "names of environment variables, separated by commas; * matches any characters", _patterns)
-ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
+ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0 or [::]: all), with or without a port", _address)
 PAGE = Kind(
     "[ADDR:]PORT", "a port (0: chosen by the system), perhaps after an IP address of this machine", _page_address
 )

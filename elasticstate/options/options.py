@@ -209,6 +209,14 @@ class Options:
         "Environment variables to pass to workers on other hosts, for example HF_TOKEN,NCCL_*. They never appear on a "
         "command line.",
     )
+    network_interface: tuple[str, ...] = _option(
+        (),
+        kinds.INTERFACES,
+        "Network interfaces for the connections between hosts, separated by commas: each host uses the first one that "
+        "it has with an address and a link (default: that of the route to the driver).",
+        names="--network-interface --network-interfaces",
+        rare=True,
+    )
     backend: str = _option(
         "auto",
         kinds.BACKEND,

@@ -20,7 +20,6 @@ from elasticstate.options.options import Options, declarations
 _HOSTS = "name the hosts with -H, --hostfile or --host-discovery-script, or use --listen."
 _ONCE = f"elasticrun runs once per job, not once per host. Leave this option out, and {_HOSTS}"
 _TUNING = "elasticstate does not have the part of Horovod that this option sets"
-_INTERFACE = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and pass them to other hosts with --env."
 _LEFT_OUT = "elasticrun has no such option and does not need it. Leave this option out."
 _OUTPUT = "elasticrun has no such option. Use --log-dir, and --tee for the streams that the terminal gets."
 _CHECK = "elasticrun has no such option. Use --check."
@@ -66,8 +65,6 @@ _REFUSED = {
     "--check-build": _CHECK,
     "-cb": _CHECK,
     "--config-file": "elasticrun reads no such file. Set ELASTICSTATE_<OPTION> in the environment.",
-    "--network-interface": _INTERFACE,
-    "--network-interfaces": _INTERFACE,
     "--mpi-args": "elasticrun calls mpirun itself. Leave this option out.",
     "--binding-args": "elasticrun binds no workers to cores. Bind them in COMMAND, for example with taskset.",
     "--jsrun": "elasticrun starts the workers itself. Leave this option out, or start a fixed world with jsrun.",

@@ -18,6 +18,7 @@ from math import inf
 
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
+from elasticstate.net.names import listening_socket, port_of
 from elasticstate.net.trust import LocalPeers
 from elasticstate.replicas import wire
 from elasticstate.replicas.store import GoOn, ReplicaStore, SlotBuffers, Source
@@ -48,10 +49,9 @@ class ReplicaServer:
         Raises OSError.
         """
         self._key, self._timeout_s, self._serve, self._log = key, timeout_s, serve, log
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener = listening_socket(host, backlog=_BACKLOG)
         self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = f"{host}:{port_of(self._listener)}"
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._peers = LocalPeers()
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order of arrival

@@ -46,6 +46,7 @@ from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
 from elasticstate.net.messages import World
+from elasticstate.net.names import LOCALHOST
 from elasticstate.options import WorkerEnvironment, tunes_malloc
 from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
@@ -102,7 +103,9 @@ class Regrouper:
         READY, while the other members may still leave the last world.
         """
         if self._server is None:
-            self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            # It listens at all addresses. For the address 0.0.0.0, torch asks the resolver, which may not answer
+            # (2.13, socket.cpp: the name of the other end).
+            self._server = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         address = f"{self._environment.local_address}:{self._server.port}"
         view = self._sentinel.ready(address, behind, names, has_shards, meanwhile)
         self._context = self._backend.context()
@@ -189,10 +192,10 @@ class Regrouper:
 def store_address(view: World) -> tuple[str, int]:
     """Return the remote address of this worker's connection to the store.
 
-    Rank 0 connects to its own server, which listens at 0.0.0.0, over the loopback interface, as TCPStore does.
+    Rank 0 connects to its own server over the loopback interface, as TCPStore does.
     """
     host, port = view.store_address
-    return ("127.0.0.1" if view.rank == 0 else host), port
+    return (LOCALHOST if view.rank == 0 else host), port
 
 
 def release_exception(error: BaseException) -> None:

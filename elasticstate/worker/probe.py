@@ -139,21 +139,28 @@ def _end(error: str, is_cause: bool = False) -> NoReturn:
 def _serve(port: int, size: int) -> None:
     from elasticstate.compat.process_groups import TCPStore
 
-    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + MEETING_S + EXCHANGE_S + _LAST_MOMENT_S
     while not store.check([f"done/{rank}" for rank in range(size)]) and time.monotonic() < deadline:
         time.sleep(_LOOK_INTERVAL_S)
 
 
 def _exchange(
-    rank: int, size: int, port: int, host: str, servers: list[str], address: str, variables: dict[str, str]
+    rank: int,
+    size: int,
+    port: int,
+    host: str,
+    servers: list[str],
+    address: str,
+    variables: dict[str, str],
+    interfaces: list[str],
 ) -> None:
     """Take part in the all-reduce. ``servers``: addresses of the store. ``address``: of this host, "" if not known."""
     import torch
     import torch.distributed as dist
 
     from elasticstate.compat.process_groups import PrefixStore, TCPStore
-    from elasticstate.net.names import address_towards
+    from elasticstate.net.names import address_on, address_towards
     from elasticstate.worker.contexts import Rendezvous, addresses
 
     for name, value in variables.items():
@@ -170,6 +177,8 @@ def _exchange(
             if time.monotonic() > deadline:
                 raise UnreachableError(f"cannot connect to this machine at {' or '.join(servers)}. {addresses.HOSTS}")
     try:
+        if interfaces:
+            _, address = address_on(interfaces, address)
         limit = timedelta(seconds=EXCHANGE_S)
         at = Rendezvous(PrefixStore("check", store), "check", host, rank, size, limit, limit, lambda: None, address)
         addresses.use_for_gloo(address)

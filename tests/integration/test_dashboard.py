@@ -30,9 +30,8 @@ from elasticstate.driver.job import JobState
 from elasticstate.driver.output import Tails
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
-from elasticstate.net.names import own_addresses
+from elasticstate.net.names import listening_socket, own_addresses, port_of
 from elasticstate.net.trust import Strangers
-from elasticstate.net.web import listening_socket, port_of
 from tests.kit.browser import NO_CHROMIUM, TIMEOUT_MS, WHY, opened, soon, url_of
 from tests.kit.core import ALL_KEPT, NEWER, attach, drive
 from tests.kit.driver import state_after

@@ -24,7 +24,7 @@ from tests.kit.forks.over_ssh import SshForks
 
 _NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "iptables")
 _SHELL_FILE = Path.home() / ".bashrc"  # bash also reads it for commands over ssh
-_NET = "10.91.7"
+_NETS = {4: ("10.91.7.{}", 24), 6: ("fd91::{}", 64)}
 
 
 def missing() -> str:
@@ -109,7 +109,7 @@ class Host:
 
     def __init__(self, network: Network, name: str, number: int) -> None:
         self.name = name
-        self.address = f"{_NET}.{number}"
+        self.address = _NETS[network.family][0].format(number)
         self._network = network
         self._port = f"port{number}"
         self._number = number
@@ -136,7 +136,7 @@ class Host:
         switch.run("ip", "link", "add", self._port, "type", "veth", *peer)
         switch.run("ip", "link", "set", self._port, "master", "bridge", "up")
         storage.run("ip", "link", "set", "lo", "up")
-        storage.run("ip", "address", "add", f"{_NET}.{number}/24", "dev", "eth0")
+        self.add_address("eth0", f"{self.address}/{_NETS[self._network.family][1]}")
         storage.run("ip", "link", "set", "eth0", "up")
         storage.run("hostname", self.name)
         storage.run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", "/dev/shm")
@@ -152,16 +152,35 @@ class Host:
             self._sshd = subprocess.Popen([*storage.enter("/usr/sbin/sshd", "-D", "-E", str(log))])
             self._wait_for_sshd()
 
-    def resolve_only(self, *lines: str) -> None:
-        """Replace the host's /etc/hosts by these lines, and leave it without a name server."""
-        for name, text in (("hosts", "".join(f"{line}\n" for line in lines)), ("resolv.conf", "")):
+    def add_address(self, interface: str, address: str) -> None:
+        """Add an address, as ``address/bits``. One of IPv6 can be used at once."""
+        options = ("nodad",) if ":" in address else ()
+        self.storage.run("ip", "address", "add", address, "dev", interface, *options)
+
+    def add_interface(self, name: str, address: str, has_link: bool = True) -> None:
+        """Add an interface to the same switch. One without a link gets the default route."""
+        end = f"{self._port}-{name}"
+        self._network.switch.run(
+            *("ip", "link", "add", end, "type", "veth", "peer", "name", name, "netns", str(self.storage.pid))
+        )
+        self._network.switch.run("ip", "link", "set", end, "master", "bridge", "up" if has_link else "down")
+        self.storage.run("ip", "link", "set", name, "up")
+        self.add_address(name, address)
+        if not has_link:
+            self.storage.run("ip", "route", "add", "default", "dev", name)
+
+    def resolve_only(self, *lines: str, server: str = "") -> None:
+        """Replace the host's /etc/hosts by these lines, and let it use this name server alone."""
+        servers = f"nameserver {server}\n" if server else ""
+        for name, text in (("hosts", "".join(f"{line}\n" for line in lines)), ("resolv.conf", servers)):
             path = self._network.directory / f"{name}-{self.name}"
             path.write_text(text)
             self.storage.run("mount", "--bind", str(path), f"/etc/{name}")
 
     def _wait_for_sshd(self) -> None:
         deadline = time.monotonic() + 10
-        while b":0016 " not in Path(f"/proc/{self.storage.pid}/net/tcp").read_bytes():  # port 22
+        table = f"/proc/{self.storage.pid}/net/tcp{'6' if self._network.family == 6 else ''}"
+        while b":0016 " not in Path(table).read_bytes():  # port 22
             assert time.monotonic() < deadline, "no sshd within 10 s"
             time.sleep(0.01)
 
@@ -194,48 +213,58 @@ class Host:
     def heal(self) -> None:
         self._network.switch.run("ip", "link", "set", self._port, "up")
 
+    @property
+    def _tables(self) -> str:
+        return "ip6tables" if self._network.family == 6 else "iptables"
+
+    def _filter(self, *rule: str) -> None:
+        self.storage.run(self._tables, *rule)
+
     def mute(self) -> None:
         """Drop all packets that leave the host. Packets to the host still arrive."""
-        self.storage.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+        self._filter("-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
 
     def deafen(self) -> None:
         """Drop all packets to the host."""
-        self.storage.run("iptables", "-A", "INPUT", "-i", "eth0", "-j", "DROP")
+        self._filter("-A", "INPUT", "-i", "eth0", "-j", "DROP")
 
     def deafen_to(self, other: Host) -> None:
         """Drop all packets from the other host."""
-        self.storage.run("iptables", "-A", "INPUT", "-i", "eth0", "-s", other.address, "-j", "DROP")
+        self._filter("-A", "INPUT", "-i", "eth0", "-s", other.address, "-j", "DROP")
 
     def part_from(self, other: Host) -> None:
         """Drop all packets between the two hosts, in both directions. Both still reach all other hosts."""
         self.deafen_to(other)
-        self.storage.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-d", other.address, "-j", "DROP")
+        self._filter("-A", "OUTPUT", "-o", "eth0", "-d", other.address, "-j", "DROP")
 
     def lose(self, share: float) -> None:
         """Drop a random share of the packets to the host."""
         rule = ("-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP")
-        self.storage.run("iptables", "-A", "INPUT", "-i", "eth0", *rule)
+        self._filter("-A", "INPUT", "-i", "eth0", *rule)
 
     def dropped(self) -> int:
         """Return the number of packets dropped by rules so far, as proof that a fault took effect."""
-        command = self.storage.enter("iptables", "-L", "-v", "-x", "-n")
+        command = self.storage.enter(self._tables, "-L", "-v", "-x", "-n")
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return sum(int(line.split()[0]) for line in text.splitlines() if " DROP " in line)
 
     def mend(self) -> None:
         """Remove all rules."""
-        self.storage.run("iptables", "-F")
+        self._filter("-F")
 
 
 class Network:
     """The driver's host ``d`` and others. Use it as a context manager; it removes everything at the end.
 
     ``new_processes``: agents that ssh starts are new processes, as at users, instead of forks.
-    ``are_machines``: each host has a runtime directory of its own.
+    ``are_machines``: each host has a runtime directory of its own. ``family``: of all addresses, IPv 4 or 6.
     """
 
-    def __init__(self, directory: Path, *names: str, new_processes: bool = False, are_machines: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *names: str, new_processes: bool = False, are_machines: bool = False, family: int = 4
+    ) -> None:
         self.are_machines = are_machines
+        self.family = family
         self.directory = directory / "network"
         self.etc = self.directory / "etc"
         (self.etc / "ssh").mkdir(parents=True)

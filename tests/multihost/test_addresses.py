@@ -1,8 +1,11 @@
-"""Hosts whose names do not resolve, or resolve to a wrong address: addresses suffice."""
+"""Hosts whose names do not resolve or resolve to a wrong address, with IPv6 alone, or with several interfaces."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.hosts import PORT, QUICK, agent, ends_well, trains_with
+from tests.kit.hosts import PORT, QUICK, agent, check_no_two_worlds, ends_well, trains_with
 from tests.kit.job import Job
 from tests.kit.network import Host, Network, missing
 
@@ -18,11 +21,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 NET = r"10\.91\.7\.\d"
 SCRIPTS = Path(__file__).parent / "scripts"
-NAMES = {
-    "none": (),
-    "debian": ("127.0.1.1 d a b c",),
-    "an old lease": ("10.91.7.77 d a b c",),
-}
+NAMES = {"debian": ("127.0.1.1 d a b c",), "an old lease": ("10.91.7.77 d a b c",)}
 
 
 @pytest.fixture
@@ -31,9 +30,15 @@ def network(tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
-def forget_names(network: Network, *lines: str) -> None:
+@pytest.fixture
+def ipv6(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path, "a", "b", are_machines=True, family=6) as network:
+        yield network
+
+
+def forget_names(network: Network, *lines: str, server: str = "") -> None:
     for host in network.hosts.values():
-        host.resolve_only(*lines)
+        host.resolve_only(*lines, server=server)
 
 
 def start(network: Network, tmp_path: Path, *options: str, **more: object) -> Job:
@@ -67,6 +72,14 @@ def dial_in(
             process.wait(30)
 
 
+def survives_a_kill(job: Job, size: int) -> None:
+    """Kill the worker with the highest rank, and wait until another one has taken its place."""
+    trains_with(job, size)
+    os.kill(job.pid_of(size - 1), signal.SIGKILL)
+    job.wait_for_event("worker_exited", signal=signal.SIGKILL)
+    trains_with(job, size, count=2)
+
+
 # -------------------------------------------------------------------------------------------------- names do not matter
 
 
@@ -78,6 +91,23 @@ def test_names_of_hosts_do_not_matter(network: Network, tmp_path: Path, lines: t
         trains_with(job, 2)
         ends_well(job)
     assert job.events("worker_ended") == [] or all(e["exit_code"] == 0 for e in job.events("worker_ended"))
+
+
+@pytest.mark.parametrize("answers", ["nothing", "names that do not resolve"])
+def test_a_job_without_names_survives(network: Network, tmp_path: Path, answers: str) -> None:
+    """No host has a file of names. The name server does not answer, or has reverse names alone."""
+    server = network["c"]
+    forget_names(network, server=server.address)
+    with ExitStack() as stack:
+        asked = tmp_path / "asked"
+        program = [str(SCRIPTS / "name_server.py"), str(asked), *(["ghost.invalid"] if answers != "nothing" else [])]
+        process = stack.enter_context(subprocess.Popen(network.python("c", "-I", "-S", *program)))
+        stack.callback(process.kill)
+        driver = network["d"].address
+        job = stack.enter_context(dial_in(network, tmp_path, ("a", driver), ("b", driver)))
+        survives_a_kill(job, 2)
+        ends_well(job)
+        print("asked", asked.read_text() if asked.exists() else "")
 
 
 def test_hosts_of_ssh_may_be_addresses_and_one_of_them_the_driver_s_own(network: Network, tmp_path: Path) -> None:
@@ -112,22 +142,78 @@ def test_the_address_need_not_be_the_first_of_its_interface(network: Network, tm
         ends_well(job)
 
 
-def test_hosts_may_have_addresses_of_ipv6_alone(network: Network, tmp_path: Path) -> None:
-    forget_names(network)
-    for number, name in enumerate("dabc", start=1):
-        network[name].storage.run("ip", "address", "flush", "dev", "eth0")
-        network[name].storage.run("ip", "address", "add", f"fd91::{number}/64", "dev", "eth0", "nodad")
-    with dial_in(network, tmp_path, ("a", "fd91::1"), ("b", "fd91::1"), listen="[::]") as job:
-        trains_with(job, 2)
-        ends_well(job)
-
-
 def test_plain_scripts_need_no_names_either(
     network: Network, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     forget_names(network, "127.0.1.1 d a b c")
     driver, command = network["d"].address, [sys.executable, str(SCRIPTS / "two_groups.py")]
     with dial_in(network, tmp_path, ("a", driver), ("b", driver), command=command) as job:
+        job.finish()
+    assert capfd.readouterr().out.count("sum 4 of 2") == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- interfaces
+
+
+def test_an_interface_without_a_link_is_not_used(network: Network, tmp_path: Path) -> None:
+    """The default route leads to it. The agent beside the driver does not learn from its connection who it is."""
+    forget_names(network)
+    for number, name in enumerate("dab", start=1):
+        network[name].add_interface("eth1", f"10.92.{number}.1/24", has_link=False)
+    driver = network["d"].address
+    options = ("-np", "3", "--min-np", "2")
+    with dial_in(network, tmp_path, ("d", "127.0.0.1"), ("a", driver), ("b", driver), options=options) as job:
+        survives_a_kill(job, 3)
+        ends_well(job)
+
+
+def test_the_named_interface_is_used_for_everything(network: Network, tmp_path: Path) -> None:
+    """Both hosts lack the first one, and the second one has no link."""
+    for number, name in enumerate("ab", start=1):
+        network[name].add_interface("fast", f"10.92.7.{number}/24")
+    network["b"].add_interface("eth1", "10.92.8.1/24", has_link=False)
+    network["a"].part_from(network["b"])  # over eth0
+    with start(network, tmp_path, "--network-interface", "ib0,eth1,fast", "-H", "a:1,b:1") as job:
+        survives_a_kill(job, 2)
+        ends_well(job)
+    assert network["a"].dropped() == 0
+
+
+def test_a_host_without_the_named_interface_is_named_with_those_that_it_has(network: Network, tmp_path: Path) -> None:
+    network["a"].add_interface("fast", "10.92.7.1/24")
+    with start(network, tmp_path, "--network-interface", "fast", "-H", "a:1,b:1") as job:
+        lost = job.wait_for_event("agent_lost", host="b")
+    why = "could not start: --network-interface: 'fast': this host has no network interface 'fast', only eth0, lo. "
+    assert lost["reason"].startswith(why)
+
+
+# ----------------------------------------------------------------------------------------------------------- IPv6 alone
+
+
+def test_a_job_with_ipv6_alone_survives_a_worker_and_the_driver_s_host(ipv6: Network, tmp_path: Path) -> None:
+    options = ("-np", "3", "--min-np", "2", "-H", "d:1,[fd91::2]:1,b:1", "--standbys", "1", "--job-name", "six")
+    with start(ipv6, tmp_path, *options) as job:
+        survives_a_kill(job, 3)
+        job.wait_for("a standby", lambda: any(event["standbys"] for event in job.events("record_kept")))
+        ipv6["d"].power_off()
+        job.wait_for_while_gone("a new driver", lambda: job.events("driver_restarted"))
+        (restarted,) = job.events("driver_restarted")
+        assert (restarted["back"], restarted["lost"]) == (["b", "fd91::2"], ["d"])
+        steps = max(line["step"] for line in job.log("commit"))
+        job.wait_for_while_gone("more ticks", lambda: max(c["step"] for c in job.log("commit")) > steps + 20)
+        job.stop_file.touch()
+        job.wait_for_while_gone("the end of the job", lambda: job.events("job_finished"))
+        job.wait_for_while_gone("no process", lambda: not any(ipv6[name].processes() for name in "ab"))
+        job.check_survival()
+        check_no_two_worlds(job)
+
+
+def test_plain_scripts_on_agents_that_dial_in_with_ipv6_alone(
+    ipv6: Network, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forget_names(ipv6)
+    driver, command = ipv6["d"].address, [sys.executable, str(SCRIPTS / "two_groups.py")]
+    with dial_in(ipv6, tmp_path, ("a", driver), ("b", driver), listen="[::]", command=command) as job:
         job.finish()
     assert capfd.readouterr().out.count("sum 4 of 2") == 2
 

@@ -33,9 +33,9 @@ from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Fields, Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
-from elasticstate.net.names import is_own_host
+from elasticstate.net.names import host_port, is_own_host, listening_socket, port_of
 from elasticstate.net.trust import Crowd, Strangers
-from elasticstate.net.web import Visitor, WebPort, listening_socket, port_of
+from elasticstate.net.web import Visitor, WebPort
 from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread, next_beat
 
@@ -497,8 +497,7 @@ class Dashboard:
         """
         self._server = server = DashboardServer(controls, token, requires_token)
         await server.start(self._listening, strangers)
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        self._report.log(f"dashboard: http://{shown}:{self.port}/")
+        self._report.log(f"dashboard: http://{host_port(self._host, self.port)}/")
         beside = {
             asyncio.ensure_future(self._write_regularly()),
             asyncio.ensure_future(self._sample_regularly(sample)),

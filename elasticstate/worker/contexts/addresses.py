@@ -17,12 +17,13 @@ import torch.distributed as dist
 from elasticstate.compat.process_groups import Store, use_gloo_address
 from elasticstate.errors import CollectiveError, UnreachableError, UsageError
 from elasticstate.log import logger
-from elasticstate.net.names import interface_addresses, interface_names, is_loopback, selecting_interface
+from elasticstate.net.names import interface_addresses, interface_of, is_loopback, refusal, selecting_interface
 from elasticstate.options import environment_variable, set_unless_given
 from elasticstate.worker.contexts import Rendezvous
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _NCCL = "NCCL_SOCKET_IFNAME"
+_NCCL_FAMILY = "NCCL_SOCKET_FAMILY"
 _REMOTE = re.compile(r"connectFullMesh failed.*remote=\[([^]]+)]:(\d+)", re.DOTALL)
 HOSTS = "Let TCP connections between the hosts pass to all ports: see their firewalls."
 _EXPLANATION = "elasticstate/unreachable"
@@ -38,7 +39,8 @@ def use_for_gloo(local_address: str) -> None:
     """
     for name in _interfaces_for_gloo():
         _require_interface(name, name.__eq__, _GLOO, local_address)
-    use_gloo_address(lambda: "" if _interfaces_for_gloo() else local_address, logger.warning)
+    own = interface_of(local_address)  # it may have several addresses, and the job has chosen one of them
+    use_gloo_address(lambda: local_address if _interfaces_for_gloo() in ([], [own]) else "", logger.warning)
 
 
 def use_for_nccl(local_address: str) -> None:
@@ -56,9 +58,11 @@ def use_for_nccl(local_address: str) -> None:
 
         _require_interface(chosen, fits, _NCCL, local_address)
     elif not chosen and not environment_variable("NCCL_COMM_ID") and not _is_in_nccl_files():
-        interface = selecting_interface(local_address)
+        interface = selecting_interface(local_address, in_family=True)
         if interface is not None and not is_loopback(local_address):
             set_unless_given(f"={interface}", _NCCL)
+            if ":" in local_address:
+                set_unless_given("AF_INET6", _NCCL_FAMILY)
 
 
 def _is_in_nccl_files() -> bool:
@@ -81,21 +85,15 @@ def _require_interface(name: str, fits: Callable[[str], bool], variable: str, lo
         f"Set {variable} to an interface by which the other hosts reach this one, or unset it to use {local_address}, "
         "the address at which the job sees this host."
     )
-    names, with_address = interface_names(), set(interface_addresses().values())
-    if not any(map(fits, names)):
-        raise UsageError(
-            f"{variable}={environment_variable(variable)}: this host has no network interface {name!r}, only "
-            f"{', '.join(sorted(names))}. {remedy}"
-        )
-    if not any(map(fits, with_address)):
-        raise UsageError(f"{variable}={environment_variable(variable)}: interface {name!r} has no address. {remedy}")
+    if why := refusal(fits, name):
+        raise UsageError(f"{variable}={environment_variable(variable)}: {why}. {remedy}")
 
 
 def announce(at: Rendezvous) -> None:
     """Tell the other members at which addresses this one listens, for :func:`explained`."""
     known = interface_addresses()
     chosen = [next((a for a, of in known.items() if of == name), "") for name in _interfaces_for_gloo()]
-    at.store.set(key(at.rank), " ".join([at.worker, *(chosen or [at.address])]))
+    at.store.set(key(at.rank), " ".join([at.worker, *chosen, *([at.address] if at.address else [])]))
 
 
 def key(rank: int) -> str:

@@ -77,7 +77,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 faults.at("import")
 while args.boot_until and not args.boot_until.exists():
     time.sleep(0.02)
-torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]) + 1)  # newcomers start with other weights
+torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].rsplit(":", 2)[1]) + 1)  # newcomers start with other weights
 torch.set_num_threads(1)
 width = 16 + (int(slot_id.rpartition("-")[2]) if args.misfit else 0)
 model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))

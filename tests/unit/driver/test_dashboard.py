@@ -32,9 +32,8 @@ from elasticstate.driver.status import overview_of
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
-from elasticstate.net.names import own_addresses
+from elasticstate.net.names import listening_socket, own_addresses, port_of
 from elasticstate.net.trust import Strangers
-from elasticstate.net.web import listening_socket, port_of
 from elasticstate.options import read_options
 from tests.kit.driver import Clock, state_after
 

@@ -54,7 +54,7 @@ class Driver:
         return "all is well"
 
     def refused(self, peer: str, reason: str) -> None:
-        assert peer.startswith(f"{LOCALHOST}:")
+        assert peer.startswith((f"{LOCALHOST}:", "[::1]:"))
         self.turned_away.append(reason)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -157,6 +157,22 @@ def test_the_first_address_that_is_the_drivers_is_taken() -> None:
             await stranger.server.stop()
             with pytest.raises(ConnectionError, match=f"^{LOCALHOST}:{closed}: connection refused"):
                 await DriverStream.dial((f"{LOCALHOST}:{closed}", f"{LOCALHOST}:{silent}"), TRUST, 0.3)
+
+    with_driver(scenario)
+
+
+def test_an_address_of_the_other_family_is_taken_only_when_all_before_have_failed() -> None:
+    async def scenario(driver: Driver, port: int) -> None:
+        silent = socket.create_server((LOCALHOST, 0))  # it never answers, so the attempt takes until the time-out
+        driver.server.listen("::1", port)
+        with silent:
+            slow = f"{LOCALHOST}:{silent.getsockname()[1]}"
+            for first, name in ((f"{LOCALHOST}:{port}", LOCALHOST), (slow, "::1")):
+                began = time.monotonic()
+                stream = await DriverStream.dial((first, f"[::1]:{port}"), TRUST, 1.0)
+                assert stream.peer_address == name
+                assert (time.monotonic() - began > 0.9) == (name == "::1")
+                await stream.close()
 
     with_driver(scenario)
 

@@ -12,8 +12,9 @@ from typing import cast
 import pytest
 
 from elasticstate.net import trust as limits
+from elasticstate.net.names import listening_socket
 from elasticstate.net.trust import Crowd, LocalPeers, Strangers
-from elasticstate.net.web import MOST_HEADER_BYTES, Answer, Request, RequestHandler, WebPort, listening_socket
+from elasticstate.net.web import MOST_HEADER_BYTES, Answer, Request, RequestHandler, WebPort
 
 HALF = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 WHOLE = HALF + b"\r\n"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from elasticstate.compat import process_groups
 from elasticstate.compat.process_groups import HashStore
 from elasticstate.errors import UnreachableError, UsageError
+from elasticstate.net import names
 from elasticstate.net.names import own_addresses
 from elasticstate.worker.contexts import Rendezvous, addresses
 
@@ -26,7 +27,7 @@ OTHER = next(iter(own_addresses()), "127.0.0.3")
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """Unset the variables, and end the use of an address after the test."""
-    for name in (GLOO, NCCL, "NCCL_COMM_ID"):
+    for name in (GLOO, NCCL, "NCCL_COMM_ID", "NCCL_SOCKET_FAMILY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
@@ -92,8 +93,14 @@ def test_all_groups_of_torch_listen_there(clean: pytest.MonkeyPatch) -> None:
 
 def test_the_interface_that_the_user_has_chosen_is_kept(clean: pytest.MonkeyPatch) -> None:
     clean.setenv(GLOO, "lo")
-    addresses.use_for_gloo("127.0.0.2")
+    addresses.use_for_gloo("203.0.113.9")
     assert listening(gloo) == {"127.0.0.1"}
+
+
+def test_on_the_chosen_interface_gloo_listens_at_the_address_of_the_host(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv(GLOO, "lo")
+    addresses.use_for_gloo("127.0.0.2")
+    assert listening(gloo) == {"127.0.0.2"}
 
 
 def test_options_of_a_group_are_kept(clean: pytest.MonkeyPatch) -> None:
@@ -141,9 +148,9 @@ def test_a_choice_that_does_not_exist_is_an_error_of_one_line(
 
 
 def test_an_interface_without_an_address_is_an_error(clean: pytest.MonkeyPatch) -> None:
-    clean.setattr(addresses, "interface_names", lambda: ("lo", "eth0"))
+    clean.setattr(names, "interface_names", lambda: ("lo", "eth0"))
     clean.setenv(GLOO, "eth0")
-    clean.setattr(addresses, "interface_addresses", lambda: {"127.0.0.1": "lo"})
+    clean.setattr(names, "interface_addresses", lambda: {"127.0.0.1": "lo"})
     with pytest.raises(UsageError, match="GLOO_SOCKET_IFNAME=eth0: interface 'eth0' has no address"):
         addresses.use_for_gloo("127.0.0.1")
 
@@ -156,7 +163,7 @@ def test_valid_choices_for_nccl_are_kept(clean: pytest.MonkeyPatch, value: str) 
 
 
 def test_nccl_gets_the_interface_of_the_address(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    clean.setattr(addresses, "selecting_interface", {"10.0.0.1": "eth0", "127.0.0.1": "lo"}.get)
+    clean.setattr(names, "interface_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth0", "fd00::1": "eth0"})
     for address in ("127.0.0.1", "10.0.0.2"):
         addresses.use_for_nccl(address)
         assert NCCL not in os.environ, "NCCL finds a loopback address by itself"
@@ -165,7 +172,10 @@ def test_nccl_gets_the_interface_of_the_address(clean: pytest.MonkeyPatch, tmp_p
     assert NCCL not in os.environ, "it would override the file"
     (tmp_path / "nccl.conf").unlink()
     addresses.use_for_nccl("10.0.0.1")
-    assert os.environ[NCCL] == "=eth0"
+    assert os.environ.pop(NCCL) == "=eth0"
+    assert "NCCL_SOCKET_FAMILY" not in os.environ
+    addresses.use_for_nccl("fd00::1")
+    assert (os.environ[NCCL], os.environ["NCCL_SOCKET_FAMILY"]) == ("=eth0", "AF_INET6")
 
 
 def test_an_error_of_gloo_names_both_members_and_a_remedy() -> None:
