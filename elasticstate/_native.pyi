@@ -363,6 +363,11 @@ def count_failed_collectives() -> bool:
     it. See native/failed_collectives.hpp.
     """
 
+def show_numeric_hosts() -> bool:
+    """Let torch show the ends of its connections as addresses, without asking the resolver for names. False: this build
+    of torch does not permit it. See native/numeric_hosts.hpp.
+    """
+
 def waited_ns() -> int:
     """Return the nanoseconds for which that thread has waited so far; 0 without ``measure_waits``."""
 

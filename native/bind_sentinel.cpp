@@ -12,6 +12,7 @@
 
 #include "failed_collectives.hpp"
 #include "gloo_sockets.hpp"
+#include "numeric_hosts.hpp"
 #include "sentinel.hpp"
 #include "wait_clock.hpp"
 
@@ -131,6 +132,7 @@ void bind_sentinel(nb::module_ &m) {
     m.def("measure_waits", &WaitClock::install, NoGil());
     m.def("waited_ns", &WaitClock::waited_ns);
     m.def("count_failed_collectives", &FailedCollectives::install, NoGil());
+    m.def("show_numeric_hosts", &show_numeric_hosts, NoGil());
     bind_gloo_sockets(m);
     nb::enum_<TickEnd>(m, "TickEnd")
         .value("ENDED", TickEnd::ended)

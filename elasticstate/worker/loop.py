@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import torch
 
 from elasticstate import present_world
+from elasticstate._native import show_numeric_hosts
 from elasticstate.commits import owner_of
 from elasticstate.compat import torch_tensors
 from elasticstate.compat.process_groups import PrefixStore, Store, TCPStore
@@ -81,6 +82,7 @@ class Regrouper:
         self._store: Store | None = None
         self._rendezvous: Rendezvous | None = None
         self._retiring: threading.Thread | None = None  # destroys the groups of the last generation
+        show_numeric_hosts()
 
     @property
     def context(self) -> Context:
@@ -103,8 +105,6 @@ class Regrouper:
         READY, while the other members may still leave the last world.
         """
         if self._server is None:
-            # It listens at all addresses. For the address 0.0.0.0, torch asks the resolver, which may not answer
-            # (2.13, socket.cpp: the name of the other end).
             self._server = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         address = f"{self._environment.local_address}:{self._server.port}"
         view = self._sentinel.ready(address, behind, names, has_shards, meanwhile)

@@ -20,8 +20,10 @@ _LOOK_INTERVAL_S = 0.05
 
 
 def main() -> None:
+    from elasticstate._native import show_numeric_hosts
     from elasticstate.compat.process_groups import TCPStore
 
+    show_numeric_hosts()
     host, port = sys.argv[1], int(sys.argv[2])
     listener = os.dup(1)
     os.dup2(2, 1)

@@ -5,6 +5,7 @@
 #include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 
 namespace gloo {
 
@@ -20,6 +21,9 @@ void fail_with(std::exception_ptr error);
 void refuse_arguments();
 
 }  // namespace gloo
+
+/// Returns the host of this address, as torch shows it.
+std::string host_of(const std::string &address);
 
 /// Waits in a library of its own, as torch's are. See waiting.cpp.
 struct Waiting {
