@@ -169,15 +169,17 @@ class Template:
             f"--preload {module}: {reason}. Workers fork from a template process that does not import {module}"
         )
 
-    async def fork(self, request: ForkRequest, descriptors: StandardDescriptors) -> ForkedChild:
-        """Start a worker with these descriptors. Raises TemplateError.
+    async def fork(
+        self, request: ForkRequest, descriptors: StandardDescriptors, cores: Collection[int] = ()
+    ) -> ForkedChild:
+        """Start a worker with these descriptors, bound to these cores if there are any. Raises TemplateError.
 
         The first workers wait for the imports, also for those without a module. After a death of the process, workers
         do not wait for the next one.
         """
         try:
             process = await self._ready_process()
-            child = await self._while_alive(process, process.fork(request, descriptors))
+            child = await self._while_alive(process, process.fork(request, descriptors, cores))
         except OSError as error:
             raise TemplateError(str(error)) from error
         self._deaths = 0
@@ -278,11 +280,13 @@ class _Process:
         await self._answering
         return "" if self.ready.result() == READY else self.ready.result()
 
-    async def fork(self, request: ForkRequest, descriptors: StandardDescriptors) -> ForkedChild:
+    async def fork(self, request: ForkRequest, descriptors: StandardDescriptors, cores: Collection[int]) -> ForkedChild:
         """Fork a worker. Raises OSError (also ConnectionError) if the process has ended."""
         answer = self._link.request(request, descriptors)
         try:
             pid = await answer.receive()
+            if cores:
+                os.sched_setaffinity(pid, cores)  # it has one thread, and waits
             answer.go()
             return ForkedChild(pid)
         finally:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from elasticstate import commits, tracebacks
 from elasticstate.agent import exec_shim
+from elasticstate.agent.affinity import Binding, bound
 from elasticstate.agent.host_job import HostJob
 from elasticstate.agent.host_storage import HostStorage, StorageAllocator
 from elasticstate.agent.supervisor import Liveness, Supervisor
@@ -182,6 +183,7 @@ class Workers:
         self._socket = socket
         self._supervisor = supervisor
         self._template = template
+        self._binding = Binding(job.options.bind, job.environment(), job.warn)
         self._starting: dict[WorkerId, asyncio.Task[None]] = {}
         self._unwanted: set[WorkerId] = set()  # workers that are to stop as soon as they have started
         # For the report to a new driver:
@@ -301,7 +303,9 @@ class Workers:
             is_interactive = stdin is not None and options.is_interactive
             pumps = self._job.outputs.pumps(worker, options, audience, is_interactive)
             child, pipes = await self._start_process(
-                self._environment(worker, order.reserve_bytes, order.place), os.devnull if stdin is None else stdin
+                self._environment(worker, order.reserve_bytes, order.place),
+                os.devnull if stdin is None else stdin,
+                self._binding.cores(worker.slot, order.slots),
             )
             process = WorkerProcess(worker, child, *pumps, pipes)
             if is_interactive:
@@ -311,12 +315,14 @@ class Workers:
             raise
         return WorkerHandle(process, liveness, audience, error_name, count_oom_kills(), stdin is not None)
 
-    async def _start_process(self, environment: dict[str, str], source: str | int) -> tuple[Child, tuple[int, int]]:
+    async def _start_process(
+        self, environment: dict[str, str], source: str | int, cores: frozenset[int]
+    ) -> tuple[Child, tuple[int, int]]:
         """Start the process, with ``source`` as stdin. Return it, and the ends from which to read stdout and stderr."""
         stdin = os.dup(source) if isinstance(source, int) else os.open(source, os.O_RDONLY)
         (out, stdout), (err, stderr) = os.pipe(), os.pipe()
         try:
-            return await self._child(environment, (stdin, stdout, stderr)), (out, err)
+            return await self._child(environment, (stdin, stdout, stderr), cores), (out, err)
         except BaseException:
             os.close(out)
             os.close(err)
@@ -325,17 +331,20 @@ class Workers:
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
 
-    async def _child(self, environment: dict[str, str], descriptors: StandardDescriptors) -> Child:
+    async def _child(
+        self, environment: dict[str, str], descriptors: StandardDescriptors, cores: frozenset[int]
+    ) -> Child:
         command, directory = self._job.options.command, self._job.launch.directory
         if self._template is not None:
             try:
                 request = ForkRequest(tuple(command), directory, environment)
-                return await self._template.fork(request, descriptors)
+                return await self._template.fork(request, descriptors, cores)
             except TemplateError as error:
                 self._job.warn(
                     f"a worker starts as a new process, which imports torch anew: the template process {error}"
                 )
-        return start_command(for_new_process(command, directory, environment), environment, directory, *descriptors)
+        with bound(cores):
+            return start_command(for_new_process(command, directory, environment), environment, directory, *descriptors)
 
     def _environment(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> dict[str, str]:
         job = self._job

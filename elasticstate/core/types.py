@@ -739,6 +739,7 @@ class StartWorker(Message, frozen=True):
     place: PlainPlace | None = None  # None: the command is known to use ``run``
     fit_bytes: int = 0  # do not start it if its commits of this size do not fit: a world trains, and would end in vain
     has_stdin: bool = False  # it reads what elasticrun reads (``--debug-rank``)
+    slots: int = 0  # those of its host, which share its cores with ``--bind``
 
 
 class StopWorker(Message, frozen=True):

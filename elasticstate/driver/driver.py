@@ -564,8 +564,14 @@ class Driver:
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)
-            case messages.Voter() | messages.Promised() | messages.Accepted() | messages.VoteRefused():
-                pass  # agents.py has counted it
+            case (
+                messages.Voter()
+                | messages.Promised()
+                | messages.Accepted()
+                | messages.VoteRefused()
+                | messages.CouldNotStart()
+            ):
+                pass  # agents.py has handled it
             case _:
                 self._queue.post(message)
 
@@ -670,6 +676,7 @@ class Driver:
             place=place,
             fit_bytes=fit_bytes,
             has_stdin=self._has_stdin(effect),
+            slots=m.hosts[effect.worker.host].slots,
         )
 
     def _has_stdin(self, effect: t.StartWorker) -> bool:

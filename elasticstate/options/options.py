@@ -223,6 +223,13 @@ class Options:
         "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo. "
         "nccl2 is torch's new NCCL backend, experimental.",
     )
+    bind: str = _option(
+        "none",
+        kinds.BIND,
+        "Cores of each worker: all of its host (none), those of the NUMA node of its GPU, or without GPUs of one node "
+        "(numa), or a share of that node, or without GPUs of all cores (cores).",
+        rare=True,
+    )
     horovod: bool = _option(False, kinds.FLAG, "Give the options their meanings in horovodrun (see the guide).")
     preload: tuple[str, ...] | None = _option(
         (),

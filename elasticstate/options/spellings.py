@@ -34,6 +34,7 @@ _TAKEN = {
     "--gloo-timeout-seconds": ("S", "--collective-timeout"),
     "--log-level": ("L", "--verbose if L is debug or trace"),
     "--timeline-filename": ("PATH", "HOROVOD_TIMELINE=PATH"),
+    "--numa-binding": ("node|exclusive", "--bind numa or cores"),
 }
 _TAKEN_FLAGS = {
     "--standalone": "this machine alone",
@@ -66,7 +67,7 @@ _REFUSED = {
     "-cb": _CHECK,
     "--config-file": "elasticrun reads no such file. Set ELASTICSTATE_<OPTION> in the environment.",
     "--mpi-args": "elasticrun calls mpirun itself. Leave this option out.",
-    "--binding-args": "elasticrun binds no workers to cores. Bind them in COMMAND, for example with taskset.",
+    "--binding-args": "elasticrun calls mpirun itself. Use --bind, or taskset in COMMAND.",
     "--jsrun": "elasticrun starts the workers itself. Leave this option out, or start a fixed world with jsrun.",
     "--tcp": "Gloo uses only TCP. Leave this option out, and set NCCL_IB_DISABLE=1 for NCCL.",
     "--prefix-output-with-timestamp": "elasticrun has no such option. Use --events-file for times.",
@@ -101,6 +102,7 @@ _TUNES_FLAGS = (
     "--log-hide-timestamp",
     "--no-log-hide-timestamp",
 )
+_BINDINGS = {"node": "numa", "exclusive": "cores"}
 _LEVEL = "--log-level"
 _QUIET_LEVELS = ("warning", "error", "fatal")
 
@@ -170,6 +172,10 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
     ):
         if value is not None:
             _put(texts, name, field, value)
+    if (binding := given["--numa-binding"]) is not None:
+        if binding not in _BINDINGS:
+            raise OptionError(f"--numa-binding: {binding!r}: must be node or exclusive. Or use --bind.")
+        _put(texts, "--numa-binding", "bind", _BINDINGS[binding])
     texts["timeline_filename"] = given["--timeline-filename"]
     if given["--timeline-mark-cycles"]:
         texts["timeline_mark_cycles"] = "1"

@@ -143,7 +143,7 @@ ENDS: dict[str, str] = {
         net/control.py ControlServer.stop await asyncio.gather
         net/control.py ControlServer.stop await asyncio.gather
         net/control.py ControlServer.stop await asyncio.wait
-        net/control.py DriverStream.dial await asyncio.gather
+        net/control.py DriverStream._dial await asyncio.gather
         net/reach.py Probes._probe await asyncio.gather
         net/reach.py _opens await asyncio.get_running_loop().sock_connect
         net/reach.py is_reached await asyncio.gather

@@ -73,6 +73,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"tee": "1", "debug_rank": "1", "only_ranks": "0,4-7", "preload": "json,os.path"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
     samples |= {
+        "bind": "numa",
         "straggler_action": "drain",
         "divergence": "off",
         "one_copy_per_host": "1",
