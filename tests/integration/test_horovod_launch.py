@@ -94,7 +94,6 @@ def test_an_error_in_the_function_ends_run_with_it(template: Template, tmp_path:
     ("arguments", "remedy"),
     [
         ({"mpi_args": "-x A"}, "mpirun"),
-        ({"network_interface": "eth0"}, "GLOO_SOCKET_IFNAME"),
         ({"executable": "python"}, "at the same path"),
         ({"use_gloo": True, "use_mpi": True}, "Give only one"),
     ],

@@ -173,7 +173,8 @@ def test_the_named_interface_is_used_for_everything(network: Network, tmp_path: 
         network[name].add_interface("fast", f"10.92.7.{number}/24")
     network["b"].add_interface("eth1", "10.92.8.1/24", has_link=False)
     network["a"].part_from(network["b"])  # over eth0
-    with start(network, tmp_path, "--network-interface", "ib0,eth1,fast", "-H", "a:1,b:1") as job:
+    driver, options = network["d"].address, ("--network-interface", "ib0,eth1,fast")
+    with dial_in(network, tmp_path, ("a", driver), ("b", driver), options=options) as job:
         survives_a_kill(job, 2)
         ends_well(job)
     assert network["a"].dropped() == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.agent.host_job import environment_of_workers
+from elasticstate.options import interface_variables
 
 
 def test_the_variables_of_torch_are_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +22,11 @@ def test_defaults_give_way_to_the_users_variables(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     assert environment_of_workers([], [])["PYTHONUNBUFFERED"] == "1"
     assert environment_of_workers([("PYTHONUNBUFFERED", "")], [])["PYTHONUNBUFFERED"] == ""
+
+
+def test_gloo_and_nccl_use_the_named_interface() -> None:
+    assert interface_variables("ib0") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert interface_variables("") == {}
 
 
 def test_python_is_that_of_the_agent_also_in_an_environment_that_is_not_activated(

@@ -327,13 +327,14 @@ def test_only_the_options_declare_defaults() -> None:
         ("n rack = 7", HostSlots("n", 1, "7")),
         ("n slots=8  rack=eu.1", HostSlots("n", 8, "eu.1")),
         ("n rack=a slots=8", HostSlots("n", 8, "a")),
+        ("[fd00:0::1]:4 rack=a", HostSlots("fd00::1", 4, "a")),
     ],
 )
 def test_hosts_are_read(text: str, host: HostSlots) -> None:
     assert parse_host(text, 1) == host
 
 
-@pytest.mark.parametrize("text", ["", ":4", "a:", "a:-1", "a:4:5", "a b", "$(x)"])
+@pytest.mark.parametrize("text", ["", ":4", "a:", "a:-1", "a:4:5", "a b", "$(x)", "fd00::1", "[fe80::1%eth0]"])
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a host: must be host or host:slots"):
         parse_host(text, 1)
