@@ -113,11 +113,10 @@ def own_addresses(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
 
 def _reachable_addresses() -> dict[str, str]:
     """Return the interfaces by the addresses that other machines may reach."""
-    unusable = {address for address, _, flags in _ipv6() if flags & _NOT_USABLE}
     return {
         address: name
-        for address, name in interface_addresses().items()
-        if address not in unusable and not is_loopback(address) and not _is_link_local(address)
+        for address, name in interface_addresses(_NOT_USABLE).items()
+        if not is_loopback(address) and not _is_link_local(address)
     }
 
 
@@ -235,8 +234,11 @@ def interface_names() -> tuple[str, ...]:
     return tuple(name for _, name in socket.if_nameindex())
 
 
-def interface_addresses() -> dict[str, str]:
-    """Return the names of the interfaces by their addresses, in the order of the kernel: IPv4 first."""
+def interface_addresses(without: int = 0) -> dict[str, str]:
+    """Return the names of the interfaces by their addresses, in the order of the kernel: IPv4 first.
+
+    ``without``: flags of addresses of IPv6 that are left out.
+    """
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         room = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ.size))
@@ -244,18 +246,14 @@ def interface_addresses() -> dict[str, str]:
         used = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))[0]
         for name, _, address in _IFREQ.iter_unpack(room[:used].tobytes()):
             found.setdefault(socket.inet_ntoa(address), name.rstrip(b"\0").decode().partition(":")[0])
-    for address, name, _ in _ipv6():
-        found.setdefault(address, name)
-    return found
-
-
-def _ipv6() -> list[tuple[str, str, int]]:
-    """Return the IPv6 addresses of this machine, with their interfaces and flags."""
     try:
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:  # this kernel has no IPv6
-        return []
-    return [(str(ipaddress.IPv6Address(bytes.fromhex(w[0]))), w[5], int(w[4], 16)) for w in lines]
+        return found
+    for digits, _, _, _, flags, name in map(str.split, lines):
+        if not int(flags, 16) & without:
+            found.setdefault(str(ipaddress.IPv6Address(bytes.fromhex(digits))), name)
+    return found
 
 
 # ------------------------------------------------------------------------------------------- sockets that listen

@@ -81,16 +81,18 @@ def test_the_address_towards_others_is_no_loopback_address() -> None:
 
 
 IPV4 = {"127.0.0.1": "lo", "10.0.0.1": "dead", "10.0.1.1": "live"}
-IPV6 = {"fe80::1": "live", "fd00::1": "live", "fd00::2": "new"}
+IPV6 = {"fe80::1": "live", "fd00::1": "live"}
 
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interfaces of which one has no link, and one has an address that cannot be used yet."""
-    monkeypatch.setattr(names, "interface_addresses", lambda: {**IPV4, **IPV6})
+    new = {"fd00::2": "new"}
+    monkeypatch.setattr(
+        names, "interface_addresses", lambda without=0: {**IPV4, **IPV6, **({} if without & 0x40 else new)}
+    )
     monkeypatch.setattr(names, "interface_names", lambda: ("lo", "dead", "live", "new", "none"))
     monkeypatch.setattr(names, "has_link", lambda name: name in ("lo", "live", "new"))
-    monkeypatch.setattr(names, "_ipv6", lambda: [("fd00::2", "new", 0x40)])
 
 
 def test_own_addresses_are_those_that_others_may_reach_first_those_with_a_link(two: None) -> None:
