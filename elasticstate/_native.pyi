@@ -289,6 +289,20 @@ class ControlPage:
     def question(self, last: int) -> tuple[int, int, int, int] | None:
         """Return number and content of the newest question; None: ``last`` is its number, or there is none."""
 
+    def judge(self, generation: int, equal: int, compared: int) -> None:
+        """Write the driver's verdict on the commits of a generation: see core/types.CommitsCompared. The agent calls
+        it."""
+
+    def verdict(self, last: int) -> tuple[int, int, int, int] | None:
+        """Return number and content of the newest verdict; None: ``last`` is its number, or there is none."""
+
+    def set_alone(self, alone: bool) -> None:
+        """Mark the agent as one without a driver, so that no verdict comes. The agent calls it."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the agent has no driver."""
+
     def seal(
         self,
         index: int,

@@ -252,9 +252,9 @@ nb::tuple stamp(const ControlPage &page) {
     return nb::make_tuple(found.heartbeat, found.progress, found.place, found.generation, found.ticks);
 }
 
-/// Returns the newest question and its number, or None if its number is `last`.
-nb::object question(const ControlPage &page, std::uint64_t last) {
-    const auto found = page.question(last);
+/// Returns the newest words and their number, or None if their number is `last`.
+nb::object words(const elasticstate::Slate &slate, std::uint64_t last) {
+    const auto found = slate.read(last);
     return found ? nb::make_tuple(last, (*found)[0], (*found)[1], (*found)[2]) : nb::object(nb::none());
 }
 
@@ -310,10 +310,21 @@ void bind_control_page(nb::module_ &m) {
         .def(
             "ask",
             [](ControlPage &page, std::uint64_t first, std::uint64_t second, std::uint64_t third) {
-                page.ask({first, second, third});
+                page.question().write({first, second, third});
             },
             "first"_a, "second"_a, "third"_a)
-        .def("question", &question, "last"_a)
+        .def(
+            "question", [](ControlPage &page, std::uint64_t last) { return words(page.question(), last); }, "last"_a)
+        .def(
+            "judge",
+            [](ControlPage &page, std::uint64_t generation, std::uint64_t equal, std::uint64_t compared) {
+                page.verdict().write({generation, equal, compared});
+            },
+            "generation"_a, "equal"_a, "compared"_a)
+        .def(
+            "verdict", [](ControlPage &page, std::uint64_t last) { return words(page.verdict(), last); }, "last"_a)
+        .def("set_alone", &ControlPage::set_alone, "alone"_a)
+        .def_prop_ro("is_alone", &ControlPage::is_alone)
         .def("seal", &seal, "index"_a, "owner"_a, "generation"_a, "tick"_a, "layout"_a, "length"_a, "checksum"_a,
              "tag"_a = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16))
         .def("unseal", [](ControlPage &page, std::size_t index) { page.unseal(checked_index(index)); }, "index"_a)

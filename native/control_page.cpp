@@ -21,13 +21,13 @@
 namespace elasticstate {
 namespace {
 
-using Words = std::array<std::uint64_t, std::tuple_size_v<SealWords>>;
+using WordsOfSeal = std::array<std::uint64_t, std::tuple_size_v<SealWords>>;
 
 std::uint32_t checksum_of(const Seal &seal) noexcept { return crc32c(0, &seal, offsetof(Seal, own_checksum)); }
 
 /// A reader that sees this change also sees everything written before it.
 void write(SealWords &place, const Seal &seal) noexcept {
-    const auto words = std::bit_cast<Words>(seal);
+    const auto words = std::bit_cast<WordsOfSeal>(seal);
     for (std::size_t i = 0; i < words.size(); ++i) {
         place[i].store(words[i], std::memory_order_release);
     }
@@ -35,7 +35,7 @@ void write(SealWords &place, const Seal &seal) noexcept {
 }
 
 Seal read(const SealWords &place) noexcept {
-    Words words{};
+    WordsOfSeal words{};
     for (std::size_t i = 0; i < words.size(); ++i) {
         words[i] = place[i].load(std::memory_order_acquire);
     }
@@ -121,6 +121,7 @@ void ControlPage::reset() noexcept {
     page_->points.store(0);
     page_->pins[0].store(0);
     page_->pins[1].store(0);
+    page_->is_alone.store(0);
     enter(0);
 }
 
@@ -139,25 +140,25 @@ Stamp ControlPage::stamp() const noexcept {
     return stamp;
 }
 
-void ControlPage::ask(const Question &question) noexcept {
-    const std::uint64_t number = page_->question_number.load() & ~std::uint64_t{1};
-    page_->question_number.store(number + 1);
-    for (std::size_t i = 0; i < question.size(); ++i) {
-        page_->question[i].store(question[i]);
+void Slate::write(const Words &found) noexcept {
+    const std::uint64_t before = number.load() & ~std::uint64_t{1};
+    number.store(before + 1);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+        words[i].store(found[i]);
     }
-    page_->question_number.store(number + 2);
+    number.store(before + 2);
 }
 
-std::optional<Question> ControlPage::question(std::uint64_t &last) const noexcept {
-    const std::uint64_t number = page_->question_number.load();
-    if (number == last || number % 2 != 0) {
+std::optional<Words> Slate::read(std::uint64_t &last) const noexcept {
+    const std::uint64_t before = number.load();
+    if (before == last || before % 2 != 0) {
         return std::nullopt;
     }
-    const Question found{page_->question[0].load(), page_->question[1].load(), page_->question[2].load()};
-    if (page_->question_number.load() != number) {
-        return std::nullopt;  // another one is being written
+    const Words found{words[0].load(), words[1].load(), words[2].load()};
+    if (number.load() != before) {
+        return std::nullopt;  // others are being written
     }
-    last = number;
+    last = before;
     return found;
 }
 

@@ -37,7 +37,17 @@ struct Point {
 
 constexpr std::size_t POINTS = 64;
 
-using Question = std::array<std::uint64_t, 3>;
+using Words = std::array<std::uint64_t, 3>;
+
+/// Three words that one thread of the agent writes and the worker reads, all of one moment.
+struct Slate {
+    std::atomic<std::uint64_t> number;  // odd while the words change
+    std::atomic<std::uint64_t> words[3];
+
+    void write(const Words &found) noexcept;
+    /// Returns the newest words if their number is not `last`, and sets `last` to it.
+    std::optional<Words> read(std::uint64_t &last) const noexcept;
+};
 
 /// One page of shared memory for each slot. The worker writes it, its agent reads it, and it outlives the worker.
 ///
@@ -51,7 +61,9 @@ using Question = std::array<std::uint64_t, 3>;
 ///     commit_s    seconds that the ticks of this generation spent in commits
 ///     trains_since  when training in this generation began, on CLOCK_MONOTONIC in nanoseconds; 0: it has not
 ///     pins        of both buffers: until when the agent copies it, on CLOCK_MONOTONIC in nanoseconds; 0: it does not
-///     question    of the driver, for the worker, three words (state/commit_digests.py), and a number that changes
+///     question    of the driver, for the worker (state/commit_digests.py)
+///     verdict     of the driver on commits: generation, newest tick that is equal on all ranks, newest compared one
+///     is_alone    the agent has no driver, so no verdict comes
 ///     points      number of points that were ever written; the newest are in `ring`
 struct ControlLayout {
     std::atomic<std::uint64_t> heartbeat;
@@ -68,8 +80,9 @@ struct ControlLayout {
     std::atomic<std::uint64_t> points;
     std::atomic<std::uint64_t> ring[POINTS][3];
     std::atomic<std::uint64_t> pins[2];
-    std::atomic<std::uint64_t> question_number;  // odd while the words change
-    std::atomic<std::uint64_t> question[3];
+    Slate question;
+    Slate verdict;
+    std::atomic<std::uint64_t> is_alone;
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
@@ -118,10 +131,10 @@ public:
     void reset() noexcept;
     /// Returns values of one moment; without ticks while the writer is stopped in the middle of a change.
     Stamp stamp() const noexcept;
-    /// Asks the worker a question, in three words. One thread of the agent calls it.
-    void ask(const Question &question) noexcept;
-    /// Returns the newest question if its number is not `last`, and sets `last` to it.
-    std::optional<Question> question(std::uint64_t &last) const noexcept;
+    Slate &question() noexcept { return page_->question; }
+    Slate &verdict() noexcept { return page_->verdict; }
+    void set_alone(bool alone) noexcept { page_->is_alone.store(alone ? 1 : 0); }
+    bool is_alone() const noexcept { return page_->is_alone.load() != 0; }
     /// Adds a point. One thread of the worker calls it.
     void add_point(const Point &point) noexcept;
     /// Returns the points from number `since` on that still are on the page, and sets `since` to the number of the next.
