@@ -310,6 +310,7 @@ class Service:
         An agent without workers waits as well: the next driver may need its retained commits and exit reports.
         """
         timeout_s = self._job.options.driver_timeout_s
+        self._set_alone(True)
         try:
             self._job.is_watched = is_watched(await self._job.driver.establish(timeout_s))
         except Refused as refusal:
@@ -324,8 +325,14 @@ class Service:
         self._send_host_report()
         self._preemption.report()
         self._job.outputs.report_again()
+        self._set_alone(False)
         self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
         return None
+
+    def _set_alone(self, alone: bool) -> None:
+        """Let workers make no commits for which a verdict of the driver would have to come first."""
+        for handle in self._job.handles.values():
+            handle.liveness.set_alone(alone)
 
     # --------------------------------------------------------------------------------------- messages of the driver
 
@@ -361,6 +368,9 @@ class Service:
             case messages.AskDigests(worker, generation, question):
                 if worker in self._job.handles:
                     self._job.handles[worker].liveness.ask(generation, question)
+            case messages.CommitsCompared():
+                for handle in self._job.handles.values():
+                    handle.liveness.judge(message)
             case messages.WatchCalls():
                 self._supervisor.calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):
@@ -405,6 +415,7 @@ class Service:
                 handle.joined = world.generation
                 handle.audience.rank = member.rank
                 handle.lasting.clear()
+                handle.awaited.clear()
             own = msgspec.structs.replace(world, reader=reader)
             self._socket.send(member.worker, messages.encode_to_worker(own))
 
@@ -443,6 +454,8 @@ class Service:
                 self._stores.close_next()
                 self._job.driver.send(messages.WorkerUsesRun(worker))
                 return
+            case messages.CommitDigests(is_awaited=True):
+                handle.keep(message)
             case messages.CommitDigests():
                 handle.digests.append(message)  # with the next stamp
                 return

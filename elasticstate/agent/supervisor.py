@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from elasticstate._native import ControlPage
 from elasticstate.agent.host_use import INTERVAL_S as USE_INTERVAL_S, Meter
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import CallReport, CopyFigures, DigestQuestion, WatchCalls
+from elasticstate.core.types import CallReport, CommitsCompared, CopyFigures, DigestQuestion, WatchCalls
 from elasticstate.net import messages
 from elasticstate.net.messages import HostUse, Place, Stamp
 from elasticstate.processes import reads_stdin
@@ -92,6 +92,14 @@ class Liveness:
     def ask(self, generation: int, question: DigestQuestion) -> None:
         """Ask the worker about its commits in a generation. It answers at its next tick."""
         self._page.ask(generation, question.tick, question.begin << 32 | question.end)
+
+    def judge(self, verdict: CommitsCompared) -> None:
+        """Write a verdict on the worker's commits."""
+        self._page.judge(verdict.generation, verdict.equal, verdict.compared)
+
+    def set_alone(self, alone: bool) -> None:
+        """Write whether the agent is without a driver, so that no verdict comes."""
+        self._page.set_alone(alone)
 
     def forgive(self, seconds: float) -> None:
         """Do not count this time."""

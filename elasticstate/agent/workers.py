@@ -27,7 +27,7 @@ from elasticstate.agent.host_storage import HostStorage, StorageAllocator
 from elasticstate.agent.supervisor import Liveness, Supervisor
 from elasticstate.agent.template_process import Child, Template, TemplateError, for_new_process, start_command
 from elasticstate.agent.worker_output import Audience, Pump
-from elasticstate.core.ids import WorkerId
+from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.types import CallReport, PlainPlace
 from elasticstate.errors import CommitStorageError
 from elasticstate.failures import NO_GROUP_HINT, NO_STDIN_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
@@ -135,6 +135,8 @@ class WorkerHandle:
     call_is_known: bool = False  # the driver knows that the worker waits in this call
     metrics: dict[str, float] = field(default_factory=dict)  # values that the driver has not got yet
     digests: list[messages.CommitDigests] = field(default_factory=list)  # that the driver has not got yet
+    awaited: list[messages.CommitDigests] = field(default_factory=list)
+    """Digests of the commits in its buffers, and newer ones, that a new driver needs."""
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -148,11 +150,17 @@ class WorkerHandle:
         """Return the report of its newest collective call, with the present length of the wait."""
         return None if self.call is None else replace(self.call, waiting_s=self.waited_s(now))
 
+    def keep(self, message: messages.CommitDigests) -> None:
+        """Keep a digest whose verdict the worker awaits for a new driver, and forget those of overwritten commits."""
+        held = set(self.liveness.commits)
+        self.awaited = [m for m in self.awaited if held.intersection(CommitId(m.generation, d[1]) for d in m.digests)]
+        self.awaited.append(message)
+
     def report(self, now: float) -> messages.WorkerReport:
         """Return the report of this worker for a new driver."""
         self.liveness.look(now)
         call = self.call_report(now) if self.call_is_known else None
-        lasting = (*(_aged(body, now - at) for at, body in self.lasting), self.notice, call)
+        lasting = (*self.awaited, *(_aged(body, now - at) for at, body in self.lasting), self.notice, call)
         found = tuple(body for body in lasting if body is not None)
         return messages.WorkerReport(self.process.worker, self.process.pid, self.joined, self.liveness.latest, found)
 

@@ -136,7 +136,7 @@ def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, f
             down_since = d.now if ledger.stopped_at is None else ledger.stopped_at
         d.update_ledger(account=account, losses=ledger.losses + losses, down_since=down_since)
     next_generation(d)
-    origin = Origin(d.generation + 1, _users_commit(d, best), position)
+    origin = Origin(d.generation + 1, users_commit(d, best), position)
     origins = (*ledger.origins, origin)[-_ORIGINS_KEPT:]
     d.update_ledger(origins=origins, stopped_at=None, dead_ticks=0, dead_unseen=False)
 
@@ -212,7 +212,7 @@ def _origin(d: Draft, generation: int) -> Origin | None:
     return next((origin for origin in reversed(d.ledger.origins) if origin.generation == generation), None)
 
 
-def _users_commit(d: Draft, commit: t.CommitId) -> t.CommitId:
+def users_commit(d: Draft, commit: t.CommitId) -> t.CommitId:
     """Return the user's commit that ``(g, 0)``, sealed by sync, copies; any other commit is returned as it is."""
     origin = _origin(d, commit.generation) if commit.tick == 0 else None
     return commit if origin is None else origin.commit
@@ -264,7 +264,7 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     """Return the number of lost commits that were reported to the driver, and True if there can be no others."""
     origin = _origin(d, d.generation)
     start = NOTHING if origin is None else origin.commit
-    best = _users_commit(d, best)
+    best = users_commit(d, best)
     if any(commit <= best and _is_seen(d, slot_id) for slot_id, commit in _made(d, start)):
         return 0, True
     sealed = dict(_made(d, start))
@@ -274,7 +274,7 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     reported = {commit for _, ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
     lost = {commit for commit in reported.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
     # A slot has two buffers: if the newer buffer was damaged, the older buffer holds the commit directly before.
-    own = {slot_id: _users_commit(d, commit) for slot_id, commit in _sealed(d)}
+    own = {slot_id: users_commit(d, commit) for slot_id, commit in _sealed(d)}
     is_next = any(own.get(slot_id) == made and ready.commit == best for slot_id, ready in readies)
     return len(lost), len(seen) == len(sealed) and is_next
 

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from elasticstate.core import types as t
 from elasticstate.core.state import Draft, Membership, Running, Worker
 from elasticstate.core.types import number_of
+
+_REJECTED_KEPT = 16  # generations: no slot holds a commit of an older one
 
 
 def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId) -> None:
@@ -38,8 +42,9 @@ def record_both(
     if slot is None:
         return
     newest = slot.sealed
-    if slot.damaged:
-        intact = [each for each in (commit, previous) if each is not None and each not in slot.damaged]
+    if slot.damaged or d.ledger.rejected:
+        held = [each for each in (commit, previous) if each is not None and each not in slot.damaged]
+        intact = [each for each in held if not is_rejected(d, each)]
         newest = max(newest, commit or newest)
         commit, previous = (*intact, None, None)[:2]
     if commit is not None and commit > newest:
@@ -58,6 +63,46 @@ def commit_damaged(d: Draft, event: t.CommitDamaged) -> None:
     d.put_slot(event.slot, damaged=(*slot.damaged, event.commit)[-2:])
     record_both(d, event.slot, slot.retained, slot.previous)
     d.warn(f"commit {event.commit} in the memory of slot {event.slot} is damaged and not used: its checksum is wrong")
+
+
+def is_rejected(m: Draft | Membership, commit: t.CommitId | None) -> bool:
+    """Return True if members differ in the commit, or if it is newer than one in which they do not (divergence.py)."""
+    return commit is not None and any(
+        commit.generation == last.generation and commit.tick > last.tick for last in m.ledger.rejected
+    )
+
+
+def may_be_rejected(m: Draft | Membership, commit: t.CommitId) -> bool:
+    """Return True if the commit is one of the present generation that is not known to be equal on all members."""
+    if m.policy.divergence != "restore" or m.world is None or m.world.size == 1:
+        return False
+    found = m.ledger.digests
+    equal = found.equal if found.generation == m.generation else 0
+    return commit.generation == m.generation and commit.tick > equal
+
+
+def reject(d: Draft, last: t.CommitId) -> None:
+    """Use no commit of this generation that is newer than ``last``, wherever and whenever one is found."""
+    known = next((each for each in d.ledger.rejected if each.generation == last.generation), None)
+    if known is not None and known.tick <= last.tick:
+        return
+    others = (each for each in d.ledger.rejected if each is not known)
+    d.update_ledger(rejected=(*others, last)[-_REJECTED_KEPT:])
+    for slot_id, slot in list(d.slots.items()):
+        if is_rejected(d, slot.retained) or is_rejected(d, slot.previous):
+            record_both(d, slot_id, slot.retained, slot.previous)
+    for worker in list(d.ready_workers()):
+        if worker.ready is not None:
+            d.put(worker, ready=without_rejected(d, worker.ready))
+
+
+def without_rejected(d: Draft, ready: t.Ready) -> t.Ready:
+    """Return READY as from a worker that does not hold rejected commits: it discards them when it enters a world."""
+    if not (is_rejected(d, ready.commit) or is_rejected(d, ready.previous)):
+        return ready
+    left = [each for each in (ready.commit, ready.previous) if each is not None and not is_rejected(d, each)]
+    commit, previous = (*left, None, None)[:2]
+    return replace(ready, commit=commit, previous=previous)
 
 
 def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId], previous: dict[int, t.CommitId]) -> None:

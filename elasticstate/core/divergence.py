@@ -6,16 +6,35 @@ one worker of each side for the first value that differs: first for the digests 
 checksums of parts of the values of one commit, until a part is one value. No collective runs, and nothing waits.
 
 An error before an all-reduce makes all ranks equally wrong, and is not found.
+
+With ``--divergence restore`` a digest covers one commit, and each commit has one. A worker has two buffers, and does
+not overwrite the commit before its newest one until the core has found the newest one equal on all members. So the
+newest commit that is equal on all is always held, and the next world starts from it. Newer ones are *rejected*
+(commits.py), also if nobody knows that they differ: some member lacks them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from msgspec.structs import replace
 
-from elasticstate.core import event_file, types as t
-from elasticstate.core.state import Digests, Draft, Membership, ValueSearch, Worker
+from elasticstate.core import accounting, event_file, types as t
+from elasticstate.core.commits import reject
+from elasticstate.core.slots import replace_workers
+from elasticstate.core.state import (
+    Digests,
+    Draft,
+    Failure,
+    Forming,
+    Membership,
+    Running,
+    ValueSearch,
+    Waiting,
+    Worker,
+    is_live,
+)
 from elasticstate.core.types import listed
 
 _WAIT_S = 5.0  # for the digests of the other members; agents send them each second
@@ -25,6 +44,9 @@ CAUSES = (
     "Values that differ by design: state.exclude_from_check(name)"
 )
 _KEPT = 16  # digests of each worker, and of the world
+_SEARCH_S = 2.0  # for the value that differs, before the generation ends
+_SUSPECT_S = 3600.0  # a host with two divergences within this time is named as suspect
+_MOST_ODD = 64  # hosts that are remembered
 
 
 def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, int], ...]) -> None:
@@ -32,9 +54,16 @@ def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, in
     found = d.ledger.digests
     if found.generation != d.generation:
         found = Digests(d.generation)
-    if found.text or d.policy.divergence == "off":
+    if d.policy.divergence == "off":
+        return
+    if d.policy.divergence == "restore":
+        slot = d.slots[worker.id.slot_id]
+        new = tuple((t.CommitId(d.generation, tick), digest) for _, tick, digest in digests if digest >= 0)
+        d.put_slot(worker.id.slot_id, digests=(*(old for old in slot.digests if old not in new), *new)[-_KEPT:])
+    if found.text:
         return
     d.put(worker, digests=(*worker.digests, *digests)[-_KEPT:])
+    digests = tuple(each for each in digests if each[2] >= 0)
     if all(found.known.get((start, tick)) == digest for start, tick, digest in digests):
         return
     known, differs = dict(found.known), found.differs
@@ -51,16 +80,25 @@ def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, in
 def compare(d: Draft) -> None:
     """Name the ranks that differ, as soon as all members have sent the digest in which some differ."""
     found = d.ledger.digests
-    if found.differs is None or found.text or found.generation != d.generation:
+    if found.generation != d.generation:
         return
+    if d.policy.divergence == "restore" and not found.text:
+        found = _judge(d, found)
+    if found.differs is not None and not found.text:
+        _compare_members(d, found, found.differs)
+    if d.policy.divergence == "restore":
+        _end_generation(d, d.ledger.digests)
+
+
+def _compare_members(d: Draft, found: Digests, differs: tuple[int, int]) -> None:
     groups: dict[int, list[Worker]] = {}
     for member in d.members():
         if not member.keeps:
             continue
-        digest = next((digest for *key, digest in member.digests if tuple(key) == found.differs), None)
-        if digest is not None:
+        digest = next((digest for *key, digest in member.digests if tuple(key) == differs), None)
+        if digest is not None and digest >= 0:
             groups.setdefault(digest, []).append(member)
-        elif d.now < found.since + _WAIT_S and all(tick < found.differs[1] for _, tick, _ in member.digests):
+        elif d.now < found.since + _WAIT_S and _is_awaited(member, differs[1]):
             return
     if len(groups) > 1:
         _report(d, found, sorted(groups.values(), key=lambda group: (-len(group), group[0].rank)))
@@ -68,11 +106,22 @@ def compare(d: Draft) -> None:
         d.update_ledger(digests=replace(found, differs=None))  # those that differed are gone
 
 
+def _is_awaited(member: Worker, tick: int) -> bool:
+    """Return True if a digest of the commit of this tick may still come from a member that has not sent it."""
+    if member.in_gate or member.ready is not None:
+        return False
+    return not member.digests or (member.digests[-1][1] < tick and member.digests[-1][2] != t.OUT_OF_INPUTS)
+
+
 def comparison_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
-    """Yield the time from which the digests of further members are not awaited."""
+    """Yield the times from which the digests of further members, or answers on the value, are not awaited."""
     found = d.ledger.digests
-    if found.differs is not None and not found.text and found.generation == d.generation:
+    if found.generation != d.generation:
+        return
+    if found.differs is not None and not found.text:
         yield "digests", found.since + _WAIT_S
+    yield "value that differs", found.ends_at
+    yield "members without commits", found.pending_since + d.policy.regroup_timeout_s
 
 
 def _report(d: Draft, found: Digests, groups: list[list[Worker]]) -> None:
@@ -85,16 +134,32 @@ def _report(d: Draft, found: Digests, groups: list[list[Worker]]) -> None:
     commit = t.CommitId(d.generation, tick)
     text = f"commit {commit}: replicated values of {_who(odd)} differ"
     text += f" from those of the other {len(largest)} ranks" if is_majority else " from each other"
+    hosts = list(dict.fromkeys(member.id.host for member in odd))
+    if suspects := _suspects(d, hosts):
+        text += f"; suspect within an hour for the second time: {'host' if len(suspects) == 1 else 'hosts'} "
+        text += listed(suspects)
+    restores = d.policy.divergence == "restore" and isinstance(d.phase, Running | Forming | Waiting)
+    if restores:
+        text += f"; the job goes back to {_start_text(d, found.equal)}"
+    replaced = odd if restores and is_majority else []
     d.note(
         event_file.Divergence,
         commit=list(commit),
         ranks=[_rank(member) for member in odd],
-        hosts=list(dict.fromkeys(member.id.host for member in odd)),
+        hosts=hosts,
         groups=[[_rank(member) for member in group] for group in groups],
+        replaced=[str(member.id) for member in replaced],
+        suspects=suspects,
         text=text,
     )
     search = ValueSearch((largest[0].id, groups[1][0].id), start, tick)
-    d.update_ledger(digests=replace(found, text=text))
+    found = replace(found, text=text)
+    if restores:
+        _reject(d, tick - 1, found.equal)  # at once: the record has it before anything else happens
+        for member in replaced:  # sums have the same order then
+            d.put_slot(member.id.slot_id, age=member.age)
+        found = replace(found, odd=tuple(member.id for member in replaced), ends_at=d.now + _SEARCH_S)
+    d.update_ledger(digests=found)
     _ask(d, search, t.DigestQuestion())
 
 
@@ -151,6 +216,22 @@ def divergence_lines(m: Membership) -> list[str]:
     return [found.text] if found.text and found.generation == m.generation else []
 
 
+def suspect_lines(m: Membership, now: float) -> Iterator[str]:
+    """Yield a line for each host that is suspect."""
+    hosts = [host for host, at in m.ledger.odd_hosts if now < at + _SUSPECT_S]
+    for host in dict.fromkeys(hosts):
+        if hosts.count(host) > 1:
+            yield f"host {host} is suspect: {hosts.count(host)} divergences within an hour"
+
+
+def _suspects(d: Draft, hosts: list[str]) -> list[str]:
+    """Record the hosts of ranks that differ. Return those that were among such hosts before, within an hour."""
+    earlier = tuple((host, at) for host, at in d.ledger.odd_hosts if d.now < at + _SUSPECT_S)
+    new = tuple((host, d.now) for host in hosts)
+    d.update_ledger(odd_hosts=(*earlier, *new)[-_MOST_ODD:])
+    return [host for host in hosts if any(host == known for known, _ in earlier)]
+
+
 def _rank(member: Worker) -> int:
     assert member.rank is not None
     return member.rank
@@ -158,3 +239,124 @@ def _rank(member: Worker) -> int:
 
 def _who(members: list[Worker]) -> str:
     return listed(f"rank {member.rank} ({member.id.slot_id})" for member in members)
+
+
+# -------------------------------------------------------------------------------------------------------------- restore
+
+
+def _judge(d: Draft, found: Digests) -> Digests:
+    """Find the newest commit that is equal on all members, so that they may overwrite the one before it."""
+    newest = max((tick for _, tick in found.known), default=0)
+    members = d.members()
+    if newest <= found.compared or not is_live(d) or d.world is None or len(members) < d.world.size:
+        return found
+    by_tick = _by_tick(d)
+    equal, compared, absent = found.equal, found.compared, found.absent
+    for tick in sorted(tick for tick in by_tick if tick > compared):
+        if found.differs is not None and tick >= found.differs[1]:
+            break
+        awaited = [member for member in members if member.id not in absent and _is_awaited(member, tick)]
+        if d.now >= found.pending_since + d.policy.regroup_timeout_s:
+            without = [member for member in awaited if not member.digests and member.ticks >= tick]
+            absent = absent.union(member.id for member in without)
+            awaited = [member for member in awaited if member not in without]
+        if awaited:
+            break
+        compared, digests = tick, by_tick[tick]
+        are_all = all(m.id.slot_id in digests or m.id in absent or _is_out_of_inputs(m) for m in members)
+        if are_all:
+            equal = tick
+    since = inf if compared >= newest else d.now if compared > found.compared else min(found.pending_since, d.now)
+    if (equal, compared) != (found.equal, found.compared):
+        d.effects.append(t.CommitsCompared(d.generation, equal, compared))
+    changed = replace(found, equal=equal, compared=compared, absent=absent, pending_since=since)
+    if changed != found:
+        d.update_ledger(digests=changed)
+    return changed
+
+
+def _by_tick(d: Draft) -> dict[int, dict[t.SlotId, int]]:
+    """Return the digests of the present generation's commits, by tick and slot. Slots of dead members count."""
+    found: dict[int, dict[t.SlotId, int]] = {}
+    for placement in d.world.members if d.world is not None else ():
+        slot_id = placement.worker.slot_id
+        for commit, digest in d.slots[slot_id].digests:
+            if commit.generation == d.generation:
+                found.setdefault(commit.tick, {})[slot_id] = digest
+    return found
+
+
+def _is_out_of_inputs(member: Worker) -> bool:
+    return bool(member.digests) and member.digests[-1][2] == t.OUT_OF_INPUTS
+
+
+def _end_generation(d: Draft, found: Digests) -> None:
+    """Replace the workers that differ from most others, and end the generation, when the value is found, or nobody can
+    be asked for it any more."""
+    if found.ends_at == inf:
+        return
+    asked = [d.workers.get(name) for name in found.search.workers] if found.search is not None else []
+    may_answer = all(w is not None and not (w.gone or w.in_gate or w.ready is not None) for w in asked)
+    if asked and may_answer and is_live(d) and d.now < found.ends_at:
+        return
+    d.update_ledger(digests=replace(found, search=None, odd=(), ends_at=inf))
+    if not isinstance(d.phase, Running | Forming | Waiting):
+        return
+    odd = [worker for name in found.odd if (worker := d.workers.get(name)) is not None and not worker.gone]
+    tick = found.differs[1] if found.differs is not None else 0
+    replace_workers(d, odd, f"values of its worker differ in commit {t.CommitId(d.generation, tick)}")
+    if is_live(d):
+        d.broken.append(Failure(t.RootCause(found.text, generation=d.generation), "divergence"))
+
+
+def reject_unequal(d: Draft) -> None:
+    """Reject the commits of the last world that are newer than the newest one that is known to be equal on all of its
+    members. Called before the next world is formed.
+
+    A member may have died before its digest arrived. Its values may have been wrong, and so is what the others have
+    computed with them. The commit before the newest one in a slot is equal on all: else it would have been overwritten.
+    """
+    if d.policy.divergence != "restore" or d.world is None or d.world.size == 1:
+        return
+    found, by_tick, last = d.ledger.digests, _by_tick(d), 0
+    slots = [d.slots[placement.worker.slot_id] for placement in d.world.members]
+    before = [slot.previous.tick for slot in slots if slot.previous and slot.previous.generation == d.generation]
+    proven = max([found.equal if found.generation == d.generation else 0, *before])
+    without = {member.id.slot_id for member in d.members() if member.id in found.absent or _is_out_of_inputs(member)}
+    compared = {placement.worker.slot_id for placement in d.world.members} - without
+    for tick in sorted({proven, *by_tick}, reverse=True):
+        digests = by_tick.get(tick, {})
+        if tick == proven or (compared <= digests.keys() and len(set(digests.values())) == 1):
+            last = tick
+            break
+    newer, others_left = _held(d, last)
+    if not newer or not others_left:
+        return
+    highest = d.ledger.highest
+    _reject(d, last, last)
+    if highest != d.ledger.highest and not found.text:
+        d.warn(
+            f"commit {highest} is not used: it is not known to be equal on all members of generation {d.generation}. "
+            f"The job goes back to {_start_text(d, last)}"
+        )
+
+
+def _held(d: Draft, last: int) -> tuple[bool, bool]:
+    """Return two flags: commits of the present generation after tick ``last`` are held, and others are held."""
+    slots = [commit for slot in d.slots.values() for commit in (slot.retained, slot.previous)]
+    ready = [worker.ready for worker in d.ready_workers() if worker.ready is not None]
+    held = {*slots, *(commit for each in ready for commit in (each.commit, each.previous))} - {None}
+    newer = {commit for commit in held if commit and commit.generation == d.generation and commit.tick > last}
+    return bool(newer), bool(held - newer)
+
+
+def _reject(d: Draft, last: int, newest: int) -> None:
+    """Reject the commits of the present generation after tick ``last``. ``newest``: the tick of the newest before."""
+    reject(d, t.CommitId(d.generation, last))
+    highest = d.ledger.highest
+    if highest is not None and highest.generation == d.generation and highest.tick > newest:
+        d.update_ledger(highest=accounting.users_commit(d, t.CommitId(d.generation, newest)))
+
+
+def _start_text(d: Draft, tick: int) -> str:
+    return f"commit {t.CommitId(d.generation, tick)}" if tick else f"the begin of generation {d.generation}"

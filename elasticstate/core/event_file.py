@@ -182,6 +182,8 @@ class Divergence(CommonFields):
     ranks: list[int]  # that differ from most others, or all if no values are those of most ranks
     hosts: list[str]  # of these ranks
     groups: list[list[int]]  # ranks with equal values, the most first
+    replaced: list[str]  # workers of these ranks, with --divergence restore; new ones take their ranks
+    suspects: list[str]  # those of these hosts that differed before, within an hour
     text: str
 
 

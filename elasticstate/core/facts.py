@@ -304,7 +304,8 @@ def _worker_draining(d: Draft, worker: Worker, number: int) -> None:
 
 
 def _record_commit(d: Draft, commit: t.CommitId | None) -> None:
-    if commit is not None and commit.tick >= 1 and (d.ledger.highest is None or commit > d.ledger.highest):
+    is_newer = commit is not None and commit.tick >= 1 and (d.ledger.highest is None or commit > d.ledger.highest)
+    if is_newer and not commits.is_rejected(d, commit):
         d.update_ledger(highest=commit)
 
 
@@ -362,6 +363,7 @@ def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
         return
     if not worker.uses_run:
         plain.command_uses_run(d, worker.id)
+    ready = commits.without_rejected(d, ready)
     _record_commit(d, ready.commit)
     _record_commit(d, ready.previous)
     commits.record_both(d, worker.id.slot_id, ready.commit, ready.previous, ready.sealed)

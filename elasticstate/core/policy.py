@@ -43,7 +43,7 @@ class Policy:
     stall_check_s: float | None
     stall_shutdown_s: float | None
     straggler_action: str  # warn or drain
-    divergence: str  # off or warn
+    divergence: str  # off, warn or restore
     one_copy_per_host: bool  # one worker of each host keeps commits
     replicas: int | None  # None: 1 if the hosts of the world hold different shards, else 0
     durable_dir: str | None  # path or URL of the durable copies

@@ -40,6 +40,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     restarts: int = 0  # failed worlds of plain workers
     layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
     replicated: t.CommitId | None = None  # the newest commit whose replication is complete
+    rejected: tuple[t.CommitId, ...] = ()  # see Ledger
     past: PastFigures = NO_PAST  # of the job so far, by the core's clock
 
 
@@ -68,7 +69,7 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     kind = "" if world is None else "plain" if world.is_plain else "elastic"
     started = kind == "elastic"
     d.update_ledger(kind=kind, started_at=now, ever_ready=started, next_age=remains.next_age)
-    d.update_ledger(highest=remains.highest, durable=remains.durable)
+    d.update_ledger(highest=remains.highest, durable=remains.durable, rejected=remains.rejected)
     d.update_ledger(holds=remains.epoch << _HOLDS_BITS, restarts=remains.restarts, store_joined=kind == "plain")
     past = remains.past
     d.update_ledger(

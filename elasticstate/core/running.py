@@ -511,7 +511,7 @@ def settle(d: Draft, phase: Forming) -> None:
         return
     if ledger.highest is not None and ledger.highest.generation >= phase.ended:
         d.update_ledger(no_progress=0, no_progress_cause=None)
-    elif failure is not None and failure.kind in ("own", "reported"):
+    elif failure is not None and failure.kind in ("own", "reported", "divergence"):
         d.update_ledger(no_progress=ledger.no_progress + 1, no_progress_cause=ledger.no_progress_cause or failure.cause)
     if failure is None and not policy.counts_changes:
         return

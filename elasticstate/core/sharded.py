@@ -21,7 +21,7 @@ from math import ceil, inf
 from msgspec.structs import replace
 
 from elasticstate.core import links, types as t
-from elasticstate.core.commits import has_job_state
+from elasticstate.core.commits import has_job_state, is_rejected, may_be_rejected
 from elasticstate.core.state import Draft, Host, Membership, Over, Running, Worker
 from elasticstate.core.types import Replication, ShardLayout
 
@@ -107,7 +107,8 @@ def _copies(m: Draft | Membership, hosts: list[Host]) -> Copies:
         (layout.generation, slot_id): digest for layout in m.shards.layouts for slot_id, digest in layout.digests
     }
     found: Copies = {}
-    in_stores = ((host.name, slot_id, commit) for host in hosts for slot_id, commit in sorted(host.kept))
+    kept = ((host.name, slot_id, commit) for host in hosts for slot_id, commit in sorted(host.kept))
+    in_stores = (copy for copy in kept if not is_rejected(m, copy[2]))
     for host, slot_id, commit in (*_in_buffers(m, hosts), *in_stores):
         digest = digests.get((commit.generation, slot_id))
         if digest is not None:
@@ -463,7 +464,8 @@ def _held_by_all(d: Draft, layout: ShardLayout) -> t.CommitId | None:
         common = common & held if number else held
         if not common:
             return None
-    return max((commit for commit in common if commit and commit.generation == layout.generation), default=None)
+    of_layout = (commit for commit in common if commit and commit.generation == layout.generation)
+    return max((commit for commit in of_layout if not may_be_rejected(d, commit)), default=None)
 
 
 def _is_sealed(d: Draft, commit: t.CommitId) -> bool:
@@ -481,6 +483,8 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
     regularly as before. None: they do not."""
     slot = d.slots[layout.digests[0][0]]
     worker = d.workers[slot.worker] if slot.worker is not None else None
+    if d.policy.divergence == "restore":
+        return None  # older copies would be forgotten, and that commit may be rejected
     if worker is None or worker.commit is None or worker.commit != slot.retained or not worker.commit.tick:
         return None
     before = slot.previous.tick if slot.previous is not None and slot.previous.generation == layout.generation else 0

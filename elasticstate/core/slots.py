@@ -156,6 +156,14 @@ def set_apart(d: Draft) -> None:
         d.update_ledger(links=replace(d.ledger.links, apart=apart))
 
 
+def replace_workers(d: Draft, workers: Sequence[Worker], reason: str) -> None:
+    """Kill workers whose memory or processor cannot be trusted, and start the cooldown of their hosts."""
+    for worker in workers:
+        stop(d, worker, reason, kill=True)
+    for name in dict.fromkeys(worker.id.host for worker in workers):
+        _cool_down(d, _clear_failures(d, d.hosts[name], False), reason)
+
+
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
     seconds = cooldown_s(host.name, host.cooldowns, *d.policy.cooldown_range_s)
     until = max(host.cooldown_until, d.now + seconds)
@@ -789,10 +797,10 @@ def _next_worker(d: Draft, slot_id: t.SlotId) -> t.WorkerId:
 
 
 def _start_worker(d: Draft, slot_id: t.SlotId, place: t.PlainPlace | None = None) -> None:
-    draining = d.hosts[slot_id.host].draining
+    draining, age = d.hosts[slot_id.host].draining, d.slots.get(slot_id, NEW_SLOT).age
     since = d.now if draining else inf
     worker = Worker(
-        _next_worker(d, slot_id), d.now, draining=draining, draining_since=since, in_round=place is not None
+        _next_worker(d, slot_id), d.now, draining=draining, draining_since=since, in_round=place is not None, age=age
     )
     d.add(worker)
     d.put_slot(slot_id, incarnation=worker.id.incarnation, worker=worker.id)

@@ -51,7 +51,7 @@ NEWCOMER = 1 << 62
 # A world of plain workers (which do not use ``run``) has one phase, Together, between Waiting and Waiting or Over.
 
 
-FailureKind = Literal["own", "lost", "link", "reported", "drain"]
+FailureKind = Literal["own", "lost", "link", "reported", "drain", "divergence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +232,13 @@ class Digests(Struct, frozen=True, gc=False):
     since: float = inf  # when that was found
     text: str = ""  # who differs; "": not reported in this generation
     search: ValueSearch | None = None
+    # With --divergence restore:
+    equal: int = 0  # see CommitsCompared
+    compared: int = 0
+    pending_since: float = inf  # since when the digests of a newer commit are awaited
+    absent: frozenset[WorkerId] = frozenset()  # members that make no commits, so none of theirs is awaited
+    odd: tuple[WorkerId, ...] = ()  # that are replaced when the generation ends
+    ends_at: float = inf  # the generation, whether or not the search has found the value
 
 
 class Host(Struct, frozen=True, gc=False):
@@ -276,6 +283,8 @@ class Slot(Struct, frozen=True, gc=False):
     previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
     damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say
+    age: int = NEWCOMER  # of its next worker in the next world: that of a replaced one, whose rank it takes
+    digests: tuple[tuple[CommitId, int], ...] = ()  # of its last commits, with --divergence restore
     misfit: RootCause | None = None  # why its last process could not load the state of the job (waiting.py)
     barred: bool = False  # no worker is started here any more: it could not load the state of the job
 
@@ -383,6 +392,8 @@ class Ledger(Struct, frozen=True, gc=False):
     ticking: Ticking = Ticking()  # of the present world
     links: Links = Links()
     digests: Digests = Digests()
+    rejected: tuple[CommitId, ...] = ()  # newer commits of these generations are not used (divergence.py)
+    odd_hosts: tuple[tuple[str, float], ...] = ()  # of the last divergences, with their times
     commits_come: bool = False  # a member has called commit(), whether or not that tick was saved
     commit_warned: bool = False  # the warning that nothing is committed was written
 

@@ -389,14 +389,20 @@ class CommitSealed(Message, frozen=True):
     commit: CommitId
 
 
+LACKED, OUT_OF_INPUTS = -1, -2
+"""In place of a digest: the worker has discarded the commit of this tick; it makes none from this tick on."""
+
+
 class CommitDigests(Message, frozen=True):
     """Digests of the replicated values of a worker's commits: (tick after which the chain begins, tick, digest).
 
-    ``Stamp.digests`` has those that can wait.
+    ``Stamp.digests`` has those that can wait. ``is_awaited``: the digest is that of one commit, after which the worker
+    awaits CommitsCompared, so the agent sends it at once.
     """
 
     generation: int
     digests: tuple[tuple[int, int, int], ...]
+    is_awaited: bool = False
 
 
 MOST_PARTS = 256
@@ -433,6 +439,18 @@ class DigestAnswer(Message, frozen=True):
     parts: tuple[int, ...]
     end: int = 0
     names: tuple[str, ...] = ()
+
+
+class CommitsCompared(Message, frozen=True):
+    """Verdict on the commits of ``generation``, for ``--divergence restore``.
+
+    A worker may overwrite the commit before its newest one if that is not newer than the tick ``equal``. It discards a
+    newest commit that is newer, but not newer than ``compared``: others lack it.
+    """
+
+    generation: int
+    equal: int  # the newest tick whose commit all members have, with equal replicated values
+    compared: int  # the newest tick of which that is known, or is known not to be so
 
 
 class WorkerPreemptionNotice(Message, frozen=True):
@@ -488,6 +506,7 @@ class MemberOptions(Struct, frozen=True, array_like=True, gc=False):
     verify_sync: bool
     records_ticks: bool
     compares_commits: bool = False
+    awaits_verdicts: bool = False  # before a commit is overwritten: see CommitsCompared
 
 
 class World(Message, frozen=True):
@@ -513,6 +532,7 @@ class World(Message, frozen=True):
     options: MemberOptions = MemberOptions(0.0, 0.0, False, False)  # filled in by the driver, as ``copy_servers`` is
     copy_servers: tuple[tuple[str, str], ...] = ()  # "address:port" by host, for ``sources``
     reader: int = 0  # the member that receives this, as an index of ``members``; filled in by its agent
+    start: CommitId | None = None  # with ``--divergence restore``: members with the state go back to this commit
 
     @property
     def placement(self) -> Placement:
@@ -879,6 +899,7 @@ Effect = (
     | ProbeLinks
     | CheckHealth
     | AskDigests
+    | CommitsCompared
     | CopyEffect
     | Note
     | EndJob

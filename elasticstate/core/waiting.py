@@ -10,6 +10,7 @@ from math import inf
 from elasticstate.core import event_file, links, types as t
 from elasticstate.core.commits import awaited, has_job_state
 from elasticstate.core.diagnostics import missing, names
+from elasticstate.core.divergence import reject_unequal
 from elasticstate.core.health import check_ticks, reports_until, standstill_deadlines
 from elasticstate.core.plain import (
     first_rounds,
@@ -154,6 +155,7 @@ def waiting(d: Draft, phase: Waiting) -> None:
 
 
 def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
+    reject_unequal(d)
     policy = d.policy
     stay = staying(d)
     _release_draining(d, stay)
@@ -421,6 +423,7 @@ def forming(d: Draft, phase: Forming) -> None:
     if links.are_awaited(d, phase):
         d.reason = f"looking for a cut link: waiting for the agents of {listed(d.ledger.links.asked)}"
         return
+    reject_unequal(d)
     settle(d, phase)
     if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
         d.phase = Waiting(since=d.now)

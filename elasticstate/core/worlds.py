@@ -206,6 +206,8 @@ def make_world(
         world = replace(world, durable=durable_source(d, bool(d.shards.layouts) or best != NOTHING))
     if d.shards.layouts:
         return world
+    if d.policy.divergence == "restore" and best != NOTHING:
+        world = replace(world, start=best)
     keepers = choose_keepers(d, placements, root, lacking, commits)
     world = replace(world, lacking_runs=t.as_runs(lacking), keepers=keepers)
     return replace(world, near_runs=t.as_runs(rank for rank in lacking if _is_near(d, world, rank, best)))
@@ -284,6 +286,9 @@ def enter(d: Draft, world: t.World) -> None:
         if worker.age != NEWCOMER and worker.id not in members:
             is_spare = worker.ready is not None and not worker.draining
             d.put(worker, age=NEWCOMER, rank=None if is_spare else worker.rank)
+    for slot_id, slot in list(d.slots.items()):
+        if slot.age != NEWCOMER:
+            d.put_slot(slot_id, age=NEWCOMER)
     age, lacking = d.ledger.next_age, set(world.lacking)
     for placement in world.members:
         worker = d.workers[placement.worker]

@@ -638,7 +638,7 @@ class Driver:
                 agents.broadcast(effect)
             case t.Hold() | t.Release() | t.End() | t.OpenGate() | t.AskWhere():
                 agents.broadcast(effect)
-            case t.WatchCalls() | t.StopReplication():
+            case t.WatchCalls() | t.StopReplication() | t.CommitsCompared():
                 agents.send_to_all(effect)
             case t.ConfirmOwnError(worker):
                 agents.send(worker.host, ToWorkers((worker,), effect))
@@ -733,6 +733,7 @@ class Driver:
             verify_sync=self._options.verify_sync,
             records_ticks=self._options.tick_records and self._options.lease_s is None,
             compares_commits=self._options.divergence != "off",
+            awaits_verdicts=self._options.divergence == "restore",
         )
         for host, part in parts_of(world, options, self._state.copy_servers):
             self._agents.send(host, part)

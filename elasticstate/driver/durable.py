@@ -87,13 +87,16 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
     if not isinstance(m.phase, Running) or m.ledger.highest is None:
         return None
     if not is_sharded(m):
-        return _plan_of_one(_source(m))
+        return _plan_of_equal(m) if m.policy.divergence == "restore" else _plan_of_one(_source(m))
     layout = m.shards.layouts[-1]
     if layout.generation != m.generation or m.world is None or len(living_members(m)) < m.world.size:
         return None  # the world attaches its values, or ends
     line = m.shards.line
     if line is None or line.generation != m.generation:
         return None
+    if m.policy.divergence == "restore":
+        line = CommitId(m.generation, _newest_equal(m)) if m.world.size > 1 else line
+        return _plan_of_shards(_holders(m, layout, line), line) if line != saved else None
     every_s = _seconds_between_commits(m, layout, line, ticks_per_s, now)
     if every_s is None:
         return None
@@ -112,11 +115,29 @@ def plan_last(m: Membership) -> CopyPlan | None:
     if is_sharded(m):
         found = find_line(m)
         return _plan_of_shards(list(found[1]), found[0]) if found is not None else None
+    if m.policy.divergence == "restore" and not isinstance(m.phase, Over):
+        return _plan_of_equal(m)
     return _plan_of_one(_newest_retained(m) if isinstance(m.phase, Over) else _source(m))
 
 
-def _plan_of_one(slot: SlotId | None) -> CopyPlan | None:
-    return CopyPlan({slot.host: (DurablePart(slot, 1, 0),)}, 1) if slot is not None else None
+def _plan_of_one(slot: SlotId | None, commit: CommitId | None = None) -> CopyPlan | None:
+    return CopyPlan({slot.host: (DurablePart(slot, 1, 0),)}, 1, commit) if slot is not None else None
+
+
+def _plan_of_equal(m: Membership) -> CopyPlan | None:
+    """Return the plan of a copy of the newest commit that is equal on all members: a newer one may be rejected."""
+    if m.world is None or m.world.size == 1:
+        return _plan_of_one(_source(m))
+    commit = CommitId(m.generation, _newest_equal(m))
+    for worker in living_members(m) if commit.tick else ():
+        if commit in dict(m.slots[worker.id.slot_id].digests):
+            return _plan_of_one(worker.id.slot_id, commit)
+    return None
+
+
+def _newest_equal(m: Membership) -> int:
+    found = m.ledger.digests
+    return found.equal if found.generation == m.generation else 0
 
 
 def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> CopyPlan | None:

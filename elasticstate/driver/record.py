@@ -313,6 +313,7 @@ def newer(
         restarts=m.ledger.restarts,
         layouts=m.shards.layouts,
         replicated=m.shards.replicated,
+        rejected=m.ledger.rejected,
         past=PastFigures(
             m.ledger.account.until(clocks[0]), m.ledger.failures, m.ledger.failed, m.ledger.total + m.ledger.losses
         ),

@@ -11,7 +11,7 @@ from msgspec import Struct
 from elasticstate.core import links
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, spares, why_empty
-from elasticstate.core.divergence import divergence_lines
+from elasticstate.core.divergence import divergence_lines, suspect_lines
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.health import no_tick_text, straggler_lines
 from elasticstate.core.ids import CommitId
@@ -211,7 +211,7 @@ def status_text(
         yield from _section("in cooldown:", hosts_in_cooldown(m, now))
         yield from _section("cut links:", links.lines(m, now))
         yield from _section("waiting for:", waiting_for(m, now))
-        yield from _section("divergence:", divergence_lines(m))
+        yield from _section("divergence:", [*divergence_lines(m), *suspect_lines(m, now)])
         yield from _section("stragglers:", straggler_lines(m.phase, now) if isinstance(m.phase, Running) else ())
         yield from _section("durable copies:", durable)
         yield from _section("output that cannot be written:", outputs)

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from elasticstate.core import event_file
-from elasticstate.core.ids import WorkerId
+from elasticstate.core.ids import SlotId, WorkerId
 from elasticstate.core.state import NEWCOMER
 from elasticstate.core.types import listed
 from elasticstate.core.worlds import assign
@@ -73,6 +73,7 @@ class JobCheck:
     _is_held: bool = False
     _ends: list[int | str] = field(default_factory=list)  # by this driver
     _has_resumed: bool = False  # training
+    _heirs: dict[SlotId, int] = field(default_factory=dict)  # ages that the next workers of these slots get
     _diverged: set[int] = field(default_factory=set)  # generations whose divergence this driver has found
     _may_lose: bool = True  # not all was planned since training was resumed
 
@@ -131,6 +132,7 @@ class JobCheck:
             of_driver.clear()
         self._doubts, self._ends = [], []
         self._diverged.clear()
+        self._heirs.clear()
 
     def on_job_finished(self, e: event_file.JobFinished) -> None:
         self._is_finished = True
@@ -179,6 +181,9 @@ class JobCheck:
             self._members is None or ranks[-1] < len(self._members), f"rank {ranks[-1]} differs, but is no member"
         )
         self._diverged.add(generation)
+        self._may_lose = True
+        ages = self._ages or {}
+        self._heirs.update((_id(worker).slot_id, ages[worker]) for worker in e.get("replaced", []) if worker in ages)
 
     def on_divergent_value(self, e: event_file.DivergentValue) -> None:
         is_known = e["generation"] in self._diverged
@@ -344,10 +349,14 @@ class JobCheck:
             self._ranks.clear()
             return
         ages = {member: age for member, age in self._ages.items() if member in members}
-        placed = assign([(_id(member), ages.get(member, NEWCOMER)) for member in (*ages, *joined)])
+        ages.update(
+            (worker, self._heirs[_id(worker).slot_id]) for worker in joined if _id(worker).slot_id in self._heirs
+        )
+        self._heirs.clear()
+        placed = assign([(_id(member), ages.get(member, NEWCOMER)) for member in dict.fromkeys((*ages, *joined))])
         for rank, member in enumerate(str(placement.worker) for placement in placed):
             self._ranks[member] = rank
-            ages.setdefault(member, next(reversed(ages.values()), 0) + 1)
+            ages.setdefault(member, max(ages.values(), default=0) + 1)
         self._ages = ages
 
 

@@ -41,6 +41,7 @@ from elasticstate.core.types import (
     CollectivesReport as CollectivesReport,
     CommitDamaged as CommitDamaged,
     CommitDigests as CommitDigests,
+    CommitsCompared as CommitsCompared,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
     CopyDropped as CopyDropped,
@@ -586,6 +587,7 @@ ToAgent = (
     | ProbeOrder
     | CheckHealth
     | AskDigests
+    | CommitsCompared
     | Shutdown
     | Acknowledgement
     | Refusal

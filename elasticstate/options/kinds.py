@@ -243,7 +243,7 @@ SECONDS_OR_NEVER = Kind(
 LEASE = Kind("S|off", "a number of seconds, at least 3, or off", _or_off(lambda text: _seconds(text, 3.0)))
 LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
 STRAGGLER_ACTION = _one_of("warn", "drain")
-DIVERGENCE = _one_of("off", "warn")
+DIVERGENCE = _one_of("off", "warn", "restore")
 BIND = _one_of("none", "numa", "cores")
 HOSTS = Kind("H1:4,H2:4", "host or host:slots, perhaps with rack=NAME, separated by commas", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: 0 if t == "auto" else _whole(t, 1))  # auto: 0

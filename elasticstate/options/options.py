@@ -351,8 +351,9 @@ class Options:
     divergence: str = _option(
         "warn",
         kinds.DIVERGENCE,
-        "Comparison of parameters, buffers and optimizers in the commits of all ranks: none (off), or a warning that "
-        "names the ranks that differ and the first value (warn).",
+        "Comparison of parameters, buffers and optimizers in the commits of all ranks: none (off), a warning with "
+        "the ranks that differ and the first value (warn), or also a restart from the newest commit that is equal on "
+        "all ranks, without the workers that differ from most others (restore).",
         rare=True,
     )
     commit_dir: str = _option(

@@ -195,6 +195,11 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
             "--one-copy-per-host and --backend mpi: not tested together. Use --backend gloo or nccl, or leave "
             "--one-copy-per-host out."
         )
+    if values.get("one_copy_per_host") and values.get("divergence") == "restore":
+        raise OptionError(
+            "--divergence restore and --one-copy-per-host exclude each other: workers that keep no commits are not "
+            "compared. Use --divergence warn, or leave --one-copy-per-host out."
+        )
     _settle_time_limits(values, hosts_may_change or "hostfile" in values)
     _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)

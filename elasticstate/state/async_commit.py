@@ -250,6 +250,8 @@ class Copy:
         self._ends: list[tuple[int, Mark]] = []  # ascending; each mark passes after the bytes before its end
         self._kept: list[torch.Tensor] = []  # keeps the source memory alive, whatever happens to the tensors
         self._done = threading.Event()
+        self._ending = threading.Lock()
+        self._when_sealed: Callable[[], object] | None = None
         self._enqueue(items, spare_bytes)
         if self._optimizer_owned_marks:
             watch_steps()
@@ -269,6 +271,15 @@ class Copy:
         self._kept.clear()
         self._optimizer_owned.clear()
         return self.outcome
+
+    def when_sealed(self, call: Callable[[], object]) -> None:
+        """Call a function after the seal is written: on the copy's own thread, or now. It must raise nothing."""
+        with self._ending:
+            if not self.is_done:
+                self._when_sealed = call
+                return
+        if self.outcome is CopyOutcome.SEALED:
+            call()
 
     def release(self, is_capturing: bool = False) -> None:
         """Delay the device work of an optimizer that is about to write, until the tensors that it may write are copied.
@@ -344,7 +355,10 @@ class Copy:
         except BaseException as error:
             self.outcome, self.error = CopyOutcome.FAILED, error
         finally:
-            self._done.set()
+            with self._ending:
+                self._done.set()
+            if self._when_sealed is not None and self.outcome is CopyOutcome.SEALED:
+                self._when_sealed()
 
     def _checksum_copied_bytes(self) -> None:
         """Wait for all marks. Compute the checksum of the bytes that are copied before the last one."""

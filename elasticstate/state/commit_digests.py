@@ -11,6 +11,8 @@ and then covers all commits since the chain began, and a difference that one com
 The stride is a power of two that grows while commits are frequent. So ranks have digests in common even if their
 strides differ. A rank that lacks a commit begins a new chain: digests of chains with different begins do not compare.
 
+With ``--divergence restore`` each commit has a digest of its own, and a rank that lacks a commit says so.
+
 The driver asks for what differs: for the digests of the last commits, then for the checksums of parts of the values of
 one commit, until the parts are single values.
 """
@@ -26,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elasticstate.commits import header_digest
-from elasticstate.core.types import MOST_PARTS, DigestAnswer, DigestQuestion
+from elasticstate.core.types import LACKED, MOST_PARTS, OUT_OF_INPUTS, DigestAnswer, DigestQuestion
 from elasticstate.state.layout import number_of
 
 CHAIN_TICKS = 1024
@@ -61,10 +63,18 @@ class CommitDigests:
     """Chain of digests of one generation, and the checksums of its last commits."""
 
     def __init__(
-        self, generation: int, send: Callable[[int, int, int], object], clock: Callable[[], float] = time.monotonic
+        self,
+        generation: int,
+        send: Callable[[int, int, int], object],
+        clock: Callable[[], float] = time.monotonic,
+        sends_each: bool = False,
     ) -> None:
-        """``send``: sends a digest: the tick after which its chain begins, its own tick, and the digest."""
+        """``send``: sends a digest: the tick after which its chain begins, its own tick, and the digest.
+
+        ``sends_each``: send that of each commit alone, at once.
+        """
         self.generation = generation
+        self._sends_each = sends_each
         self._send = send
         self._clock = clock
         self._start = self._tick = self._sent = 0
@@ -74,11 +84,15 @@ class CommitDigests:
         self._last: deque[Compared] = deque(maxlen=_MOST_COMMITS)
 
     def add(self, tick: int, checksums: Checksums, selection: Selection) -> None:
-        """Add the commit of a tick, given the checksums of all of its values."""
+        """Add the commit of a tick, given the checksums of all of its values. Safe on any thread if ``sends_each``."""
         chosen = checksums if selection.indices is None else checksums[selection.indices]
-        self._last.append(Compared(tick, chosen, selection))
+        self._last.append(added := Compared(tick, chosen, selection))
         if len(self._last) > 2 and len(self._last) * chosen.nbytes > _MOST_BYTES:
             self._last.popleft()
+        if self._sends_each:
+            self._tick = self._sent = tick
+            self._send(tick - 1, tick, added.digest())
+            return
         self._chain.update(selection.forms + tick.to_bytes(8, "little"))
         self._chain.update(chosen.data)
         last, self._tick = self._tick, tick
@@ -88,8 +102,14 @@ class CommitDigests:
         if tick // CHAIN_TICKS != last // CHAIN_TICKS:
             self.restart(tick)
 
+    def lack(self, tick: int, is_out: bool = False) -> None:
+        """Note that this rank may lack the commit of this tick. ``is_out``: because it has no inputs."""
+        if self._sends_each:
+            self._send(tick - 1, tick, OUT_OF_INPUTS if is_out else LACKED)
+        self.restart(tick)
+
     def restart(self, tick: int) -> None:
-        """Begin a new chain after this tick, whose commit this rank may lack."""
+        """Begin a new chain after this tick."""
         self._start = self._tick = self._sent = tick
         self._chain = hashlib.blake2b(digest_size=8)
 
@@ -113,9 +133,9 @@ class CommitDigests:
         tick, begin, end = question
         if not tick:
             return DigestAnswer(
-                self.generation, question, tuple(n for found in self._last for n in (found.tick, found.digest()))
+                self.generation, question, tuple(n for found in list(self._last) for n in (found.tick, found.digest()))
             )
-        found = next((each for each in self._last if each.tick == tick), None)
+        found = next((each for each in list(self._last) if each.tick == tick), None)
         if found is None:
             return DigestAnswer(self.generation, question, ())
         names = found.selection.names
@@ -126,6 +146,10 @@ class CommitDigests:
         size = -(-(end - begin) // MOST_PARTS)
         parts = (found.checksums[at : min(end, at + size)].tobytes() for at in range(begin, end, size))
         return DigestAnswer(self.generation, question, tuple(header_digest(part) >> 1 for part in parts), end)
+
+
+NOTHING = Selection((), b"", np.zeros(0, dtype=np.uint32))
+"""For commits without such values."""
 
 
 def select(

@@ -36,7 +36,7 @@ from elasticstate.log import logger
 from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
-from elasticstate.state.commit_digests import CommitDigests, Selection, decode_question, select
+from elasticstate.state.commit_digests import NOTHING, CommitDigests, Selection, decode_question, select
 from elasticstate.state.layout import number_of
 from elasticstate.state.optimizer_state import bytes_to_come
 from elasticstate.state.peer import PeerOf, PeerReader
@@ -63,6 +63,9 @@ _OF_THE_MACHINE = (
     torch.OutOfMemoryError,
     getattr(torch, "AcceleratorError", torch.OutOfMemoryError),  # since torch 2.8
 )
+
+
+_NO_VERDICT = "the driver is away, or has not compared the newest commit of all ranks, which may differ"
 
 
 class Committer:
@@ -100,6 +103,8 @@ class Committer:
         """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
         self._digests: CommitDigests | None = None  # of the present world, after its first commit to compare
         self._selected: tuple[Plan, int, Selection | None] | None = None  # with the number of exclusions
+        self._announced: CommitId | None = None  # its digest is sent when it is sealed
+        self._warned_generation = 0  # in which a commit was not made
         self._question = 0  # number of the driver's last question
         self._has_trained = False  # ``train`` was called in this process
         self.after_tick: Callable[[], None] | None = None  # at the begin of a later call: judges its loops
@@ -161,6 +166,9 @@ class Committer:
         sampler.note_commit()
         if self.session.view.follows is not None:
             return
+        if not self._may_overwrite():
+            self._warn_of_no_commit(commit)
+            return
         self._begin(commit, is_compared=self.session.compares_commits)
         if self.attached is not None:
             self.settle()
@@ -184,12 +192,37 @@ class Committer:
         before the commit is copied from a device. Also raises what ``State.commit`` raises.
         """
         self.settle()
-        self._begin(commit)
+        if not self._may_overwrite():
+            raise CollectiveError(f"commit {commit} is not made: {_NO_VERDICT}")
+        self._begin(commit, is_compared=commit.tick > 0 and self.session.awaits_verdicts)
         if not self.snapshot.is_settled:
             try:
                 self.snapshot.finish()
             finally:
                 self._record_commits()
+        if self.snapshot.checksums is not None:
+            self._add_digest()
+
+    def _may_overwrite(self) -> bool:
+        """Wait until the commit before the newest one may be overwritten, because the newest is equal on all ranks.
+
+        Return False if the driver does not say so. A newest commit that other ranks lack is discarded. The commit with
+        which a world begins is equal on all ranks.
+        """
+        newest, session = self.snapshot.newest, self.session
+        is_judged = newest is not None and newest.generation == session.generation and newest.tick > 0
+        if newest is None or not is_judged or not session.awaits_verdicts:
+            return True
+        verdict = session.wait_for_verdict(newest.tick, self._answer)
+        if verdict is not None and newest.tick > verdict[0]:
+            self.snapshot.drop_newest()
+            self._record_commits()
+        return verdict is not None
+
+    def _warn_of_no_commit(self, commit: CommitId) -> None:
+        if self._warned_generation != commit.generation:
+            self._warned_generation = commit.generation
+            logger.warning("commit %s is not made, nor those after it until that has changed: %s", commit, _NO_VERDICT)
 
     def tick(self) -> None:
         """End a tick, after recording a commit whose copy is complete. Raises what ``Session`` raises there.
@@ -224,12 +257,18 @@ class Committer:
         Call it when nothing of the generation can write any more, and restore the newest commit afterwards.
         """
         self.settle()
-        taken = self._ticks.take(self.snapshot.newest, self.session.generation)
+        newest, session = self.snapshot.newest, self.session
+        taken = self._ticks.take(newest, session.generation)
         if taken is None:
             return
+        is_judged = session.awaits_verdicts and newest is not None and newest.generation == session.generation
+        if is_judged and newest is not None and newest.tick > session.verdict()[0]:
+            return  # the commit before may be the newest one that is equal on all ranks
         commit, values, private = taken
         try:
-            self.snapshot.write(values, private, commit)
+            self.snapshot.write(values, private, commit, session.awaits_verdicts)
+            if self.snapshot.checksums is not None:
+                self._add_digest()
         except Exception as error:  # too little storage: the commit before stays whole
             logger.warning("the state of tick %d cannot be committed: %s", commit.tick, error)
         finally:
@@ -274,6 +313,8 @@ class Committer:
             ) from None
         finally:  # a failed write has destroyed the previous commit
             self._record_commits()
+        if self.snapshot.checksums is not None and not self.snapshot.is_settled and self.session.awaits_verdicts:
+            self._announce_digest()
 
     def _capture(self, attached: AttachedValues | None) -> tuple[Captured, Sharding]:
         plain = self._live.capture()
@@ -654,6 +695,25 @@ class Committer:
                 self._apply(values, derived)
         return True
 
+    def go_back(self) -> bool:
+        """Discard the newest commit, and restore the one before it, if the present world starts from that. Return True
+        if it was so.
+
+        Raises CollectiveError if this rank does not hold the commit that it has reported.
+        """
+        view = self.session.view
+        if view.start is None or view.rank in view.lacking:
+            return False
+        self.settle()
+        is_newer = self.snapshot.newest != view.start and self.snapshot.previous == view.start
+        if is_newer:
+            self.snapshot.drop_newest()
+            self._record_commits()
+            self.resume()
+        if self.snapshot.newest != view.start:
+            raise CollectiveError(f"this worker cannot restore commit {view.start}, from which this world starts")
+        return is_newer
+
     def attach(self, values: Mapping[str, Any], init: Callable[[], object] | None) -> bool:
         """Attach values to the present world: see ``TorchState.attach``. Return True if a check must follow."""
         session, view = self.session, self.session.view
@@ -755,18 +815,38 @@ class Committer:
         """Add the last commit, whose copy is complete, to the digests that the driver compares."""
         assert self.snapshot.checksums is not None, "the caller has asked for it"
         (commit, plan, checksums), self.snapshot.checksums = self.snapshot.checksums, None
-        if self._digests is None or self._digests.generation != commit.generation:
-            self._digests = CommitDigests(commit.generation, self.session.record_digest)
+        digests = self._digests_of(commit.generation)
         if self.snapshot.newest != commit:
-            self._digests.restart(commit.tick)
-            return
+            digests.lack(commit.tick)
+        elif commit != self._announced and (selection := self._selection(plan)) is not None:
+            digests.add(commit.tick, checksums, selection)
+
+    def _announce_digest(self) -> None:
+        """Let the digest of the commit in progress be sent as soon as it is sealed: the driver compares it while this
+        rank trains."""
+        assert self.snapshot.checksums is not None, "the caller has asked for it"
+        commit, plan, checksums = self.snapshot.checksums
+        digests, selection = self._digests_of(commit.generation), self._selection(plan)
+        if selection is not None:
+            self._announced = commit
+            self.snapshot.when_sealed(lambda: digests.add(commit.tick, checksums, selection))
+
+    def _digests_of(self, generation: int) -> CommitDigests:
+        if self._digests is None or self._digests.generation != generation:
+            send, each = self.session.record_digest, self.session.awaits_verdicts
+            self._digests = CommitDigests(generation, send, sends_each=each)
+        return self._digests
+
+    def _selection(self, plan: Plan) -> Selection | None:
+        """Return the values of a commit that are compared; None: there are none, and no digest is awaited."""
         excluded, selected = self._live._exclusions, self._selected
         if selected is None or selected[0] is not plan or selected[1] != excluded.number:
             is_replicated = self._live._replicates()
             selection = select(plan.names, plan.forms.get, lambda n: is_replicated(n) and n not in excluded)
+            if selection is None and self.session.awaits_verdicts:
+                selection = NOTHING
             self._selected = selected = plan, excluded.number, selection
-        if selected[2] is not None:
-            self._digests.add(commit.tick, checksums, selected[2])
+        return selected[2]
 
     def _answer(self) -> None:
         """Answer a question of the driver about the commits of this world."""
@@ -834,15 +914,18 @@ class Committer:
     def tick_without_inputs(self) -> None:
         """End a tick in which only other ranks trained, because this rank has no inputs left."""
         self.session.check_collectives()
-        self.is_behind = True
+        was_behind, self.is_behind = self.is_behind, True
         self._ticks.drop()
-        self._lack_commit()
+        if not (self.session.awaits_verdicts and was_behind):
+            self._lack_commit()
         self.session.tick()
 
     def _lack_commit(self) -> None:
         """Note that this rank may lack the commit of the present tick."""
+        if self.session.awaits_verdicts:
+            self._digests_of(self.session.generation)
         if self._digests is not None:
-            self._digests.restart(self.session.ticks + 1)
+            self._digests.lack(self.session.ticks + 1, is_out=True)
 
     def follow_last_joiner(self, is_last: bool) -> None:
         """Send the state of the ranks that trained last to all others, as a commit of the next tick.
@@ -857,7 +940,8 @@ class Committer:
         if not lacking:
             return
         root, commit = was_last.index(True), session.commit_id()
-        self._lack_commit()
+        if not session.awaits_verdicts:
+            self._lack_commit()
         if is_last:
             self.seal(commit)
         if view.rank == root:

@@ -67,6 +67,23 @@ class Session:
         return False
 
     @property
+    def awaits_verdicts(self) -> bool:
+        """True if a commit may be overwritten only when the driver has compared a newer one: see CommitsCompared."""
+        return False
+
+    def wait_for_verdict(self, tick: int, meanwhile: Callable[[], object]) -> tuple[int, int] | None:
+        """Wait until the driver has compared the commit of this tick: return the newest tick whose commit is equal on
+        all ranks, and the newest one that was compared. Call ``meanwhile`` now and then.
+
+        Return None if no verdict comes. Raises CollectiveError if the generation is over.
+        """
+        raise AssertionError("no verdicts are awaited")
+
+    def verdict(self) -> tuple[int, int]:
+        """Return the newest verdict, without a wait."""
+        return 0, 0
+
+    @property
     def has_peers(self) -> bool:
         """True inside a world with other ranks: all of them must restore the same commit."""
         return self.view.size > 1

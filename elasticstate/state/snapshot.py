@@ -733,7 +733,7 @@ class Snapshot:
 
     # ------------------------------------------------------------------------------------------------- writing a commit
 
-    def write(self, captured: Captured, private: bytes, commit: CommitId) -> None:
+    def write(self, captured: Captured, private: bytes, commit: CommitId, is_compared: bool = False) -> None:
         """Copy ``captured`` into the older buffer and seal it as ``commit``. ``private`` is never sent to other ranks.
 
         Raises:
@@ -741,7 +741,7 @@ class Snapshot:
                 stay intact then. After any later error the newest one stays intact.
             CommitStorageError: the commit storage has too little space.
         """
-        self.begin(captured, private, commit)
+        self.begin(captured, private, commit, is_compared=is_compared)
         self.finish()
 
     def begin(
@@ -833,6 +833,11 @@ class Snapshot:
     def is_settled(self) -> bool:
         """True if no commit is in progress."""
         return self._copy is None
+
+    def when_sealed(self, call: Callable[[], object]) -> None:
+        """Call a function when the commit in progress is sealed, on any thread."""
+        assert self._copy is not None, "a commit is in progress"
+        self._copy[0].when_sealed(call)
 
     @property
     def is_copied(self) -> bool:

@@ -507,6 +507,8 @@ class WorkerLoop:
         try:
             self._enter_or_continue()
             self._resume_from_copy()
+            if self._committer.go_back():
+                self._repeats.restored(self._committer.commits[0])
             has_state = self._committer.start_from_line() or self._committer.has_own_commit
             has_state = has_state or self._committer.has_followed
             if has_state:  # else: the job's first world, or sync brings the state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -23,6 +24,9 @@ from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.storage import LocalReplicas
 
 _LOOK_INTERVAL_S = 0.05
+_VERDICT_INTERVAL_S = 0.0005
+_VERDICT_TIMEOUTS = 2.0  # times --regroup-timeout: after one, the driver does not wait for members without commits
+_PROGRESS_S = 1.0
 _CUT = "the collectives of this world were cut, so this step was not trained on all ranks"
 _SILENCE_S = 10.0  # of a copy server: then its copy counts as unreachable, and another one may serve
 
@@ -46,6 +50,8 @@ class WorkerSession(Session):
         self._page = page
         self._key = key
         self._share = share
+        self._verdict = (0, 0, 0, 0)  # the newest one that was read, after its number
+        self._given_up = (0, 0)  # generation and tick whose verdict has not come
         self._reported_bytes = self._sized_in = 0  # size of a commit of the world with this generation
 
     def enter(self, view: World, context: Context) -> None:
@@ -93,6 +99,32 @@ class WorkerSession(Session):
     def compares_commits(self) -> bool:
         return self.view.options.compares_commits and self.view.size > 1
 
+    @property
+    def awaits_verdicts(self) -> bool:
+        return self.view.options.awaits_verdicts and self.view.size > 1
+
+    def wait_for_verdict(self, tick: int, meanwhile: Callable[[], object]) -> tuple[int, int] | None:
+        began_at = reported_at = time.monotonic()
+        limit_s = _VERDICT_TIMEOUTS * self.view.options.regroup_timeout_s
+        while (verdict := self.verdict())[1] < tick:
+            self.check()
+            now = time.monotonic()
+            if self._page.is_alone or now > began_at + limit_s or self._given_up == (self.generation, tick):
+                self._given_up = self.generation, tick
+                return None
+            if now > reported_at + _PROGRESS_S:
+                reported_at = now
+                self.progress()
+            meanwhile()
+            time.sleep(_VERDICT_INTERVAL_S)
+        return verdict
+
+    def verdict(self) -> tuple[int, int]:
+        found = self._page.verdict(self._verdict[0])
+        self._verdict = found or self._verdict
+        _, generation, equal, compared = self._verdict
+        return (equal, compared) if generation == self.generation else (0, 0)
+
     def restore_group(self) -> dist.ProcessGroup | None:
         return super().restore_group() if self.has_peers and self._sentinel.trains else None
 
@@ -113,7 +145,8 @@ class WorkerSession(Session):
         self._sentinel.add_commit_time(seconds)
 
     def record_digest(self, start: int, tick: int, digest: int) -> None:
-        self._sentinel.send(messages.CommitDigests(self.view.generation, ((start, tick, digest),)))
+        digests = ((start, tick, digest),)
+        self._sentinel.send(messages.CommitDigests(self.view.generation, digests, self.awaits_verdicts))
 
     def question(self, last: int) -> tuple[int, int, int, int] | None:
         return self._page.question(last)

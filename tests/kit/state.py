@@ -112,6 +112,7 @@ class World:
     root_slot: int = 0
     one_copy: bool = False
     line: CommitId | None = None
+    start: CommitId | None = None
     sources: tuple[ShardSource, ...] = ()
     reader: CopyReader | None = None
     store: dist.HashStore = field(default_factory=dist.HashStore)
@@ -138,12 +139,22 @@ class Member:
     has_failed_collective: bool = False
     attached: list[int] = field(default_factory=list)  # digests
     compares_commits: bool = True
+    awaits_verdicts: bool = False
+    verdicts: list[tuple[int, int] | None] = field(default_factory=list)  # one for each wait; then the last one again
+    waits: list[int] = field(default_factory=list)  # the ticks whose verdicts were awaited
     digests: list[tuple[int, int, int]] = field(default_factory=list)
     questions: list[tuple[int, int, int]] = field(default_factory=list)
     answers: list[DigestAnswer] = field(default_factory=list)
 
     def record_digest(self, start: int, tick: int, digest: int) -> None:
         self.digests.append((start, tick, digest))
+
+    def wait_for_verdict(self, tick: int, meanwhile: Callable[[], object]) -> tuple[int, int] | None:
+        self.waits.append(tick)
+        return self.verdicts.pop(0) if len(self.verdicts) > 1 else self.verdicts[0]
+
+    def verdict(self) -> tuple[int, int]:
+        return (self.verdicts[0] if self.verdicts else None) or (0, 0)
 
     def question(self, last: int) -> tuple[int, int, int, int] | None:
         return (len(self.questions), *self.questions[-1]) if len(self.questions) > last else None
@@ -170,6 +181,7 @@ class Member:
             follows=self.follows,
             line=self.world.line,
             sources=self.world.sources,
+            start=self.world.start,
             options=SimpleNamespace(verify_sync=self.verify_sync),
         )
 

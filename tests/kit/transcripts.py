@@ -213,6 +213,7 @@ def describe(effect: t.Effect) -> str:
                 f"state from {world.root} to {list(world.lacking)}" if world.lacking else "all members hold the state"
             )
             start = lacking if world.line is None else f"line {world.line} from {_sources(world)}"
+            start += f", from commit {world.start}" if world.start is not None else ""
             return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}, {start}"
         case t.Replicate(commit, copies):
             return f"Replicate {commit}: {', '.join(f'{slot_id} on {host}' for slot_id, host in copies)}"
@@ -244,6 +245,8 @@ def describe(effect: t.Effect) -> str:
             return f"{type(effect).__name__} {worker}"
         case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation) | t.Terminate(generation):
             return f"{type(effect).__name__} {generation}"
+        case t.CommitsCompared(generation, equal, compared):
+            return f"CommitsCompared {generation}: equal up to tick {equal}, compared up to tick {compared}"
         case t.AskDigests(worker, generation, question):
             return f"AskDigests {worker} {generation}: {':'.join(map(str, question))}"
         case t.WatchCalls(generation, on):

@@ -45,7 +45,7 @@ MUST_BE_REACHED = (
     *("notice", "notice gave way", "note host_draining", "commits_lost", "ticks_lost"),
     *(f"time: {part}" for part in Times.__struct_fields__ if part != "no_driver"),
     *("returned", "refused", "joined while stopped", "lease waited for", "incomplete group"),
-    *("sick", "checked again"),
+    *("sick", "checked again", "note divergence", "replaced worker", "rejected commit"),
 )
 RARE = ("lease over", "end: times in a row before")  # once in some thousand schedules
 MANY = 3000  # schedules, among which are the rare situations, too
@@ -58,6 +58,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
     maker, checker, books = EventMaker(rng), Checker(), Books()
     policy = random_policy(rng)
     policy = in_pairs(policy) if seed % 4 == 1 else policy
+    policy = replace(policy, divergence="restore") if seed % 6 == 2 else policy
     health_check = "check" if seed % 3 == 0 else None
     m, now = new_membership(replace(policy, horovod=seed % 5 == 0, health_check=health_check)), 0.0
     transcript: list[object] = []

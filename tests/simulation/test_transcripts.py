@@ -17,6 +17,7 @@ SCENARIOS = (
     "cut_link",
     "death_while_forming",
     "divergence",
+    "divergence_restore",
     "drain_and_death_together",
     "evicted_host",
     "finish_in_the_gate",

@@ -1,11 +1,15 @@
 """A job with what ordinary programs have, in which one bit of a value may be flipped on one rank after a step.
 
-``flips.py STEPS SECONDS [WHERE STEP RANK]``; WHERE: parameter, optimizer or buffer. DistributedDataParallel overwrites
-a flipped buffer in the next step, so that one commit alone has it.
+``flips.py STEPS SECONDS [WHERE STEP RANK [FILE]]``; WHERE: parameter, optimizer or buffer. DistributedDataParallel
+overwrites a flipped buffer in the next step, so that one commit alone has it. FILE: made by the flip, which happens
+once in the job. At the end each rank prints a digest of all that it has trained.
 """
 
+import hashlib
+import io
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +19,7 @@ import elasticstate as elastic
 
 steps, seconds = int(sys.argv[1]), float(sys.argv[2])
 where, at, rank = (sys.argv[3], int(sys.argv[4]), int(sys.argv[5])) if len(sys.argv) > 3 else ("", 0, 0)
+marker = Path(sys.argv[6]) if len(sys.argv) > 6 else None
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -32,6 +37,10 @@ state = elastic.TorchState(
 
 
 def flip() -> None:
+    if marker is not None:
+        if marker.exists():
+            return
+        marker.touch()
     target = {
         "parameter": lambda: model[3].weight,
         "optimizer": lambda: optimizer.state[model[0].weight]["exp_avg"],
@@ -43,7 +52,8 @@ def flip() -> None:
 
 @elastic.run
 def train(state: elastic.TorchState) -> None:
-    ddp = DistributedDataParallel(model, init_sync=False)
+    # Else the buckets have another order after the first step of each world, so sums of three numbers differ.
+    ddp = DistributedDataParallel(model, init_sync=False, find_unused_parameters=True)
     while state.step < steps:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -62,3 +72,6 @@ def train(state: elastic.TorchState) -> None:
 
 
 train(state)
+trained = io.BytesIO()
+torch.save([model.state_dict(), average.state_dict(), optimizer.state_dict(), scheduler.state_dict()], trained)
+print(f"rank {elastic.rank()} has trained {hashlib.sha256(trained.getvalue()).hexdigest()}", flush=True)

@@ -57,6 +57,8 @@ class Checker:
         self._next_age = 0
         self._joined: dict[t.WorkerId, int] = {}
         self._held: dict[t.WorkerId, t.CommitId | None] = {}
+        self._previous: dict[t.WorkerId, t.CommitId | None] = {}
+        self._heirs: dict[t.SlotId, int] = {}  # the ages of replaced workers
         self._behind: set[t.WorkerId] = set()  # workers that have ended ticks without training
         self._committed = False
         self._incarnations: dict[t.SlotId, int] = {}
@@ -81,7 +83,7 @@ class Checker:
         self._incarnations = {slot_id: slot.incarnation for slot_id, slot in transition.next.slots.items()}
         self._living = {worker.slot_id: worker for worker in transition.next.workers}
         self._joined = {worker: known.joined for worker, known in transition.next.workers.items()}
-        self._held = {}
+        self._held, self._heirs = {}, {}
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
         self._probes, self._cut, self._unanswered, self._health = (0, {}), set(), set(), {}
         self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
@@ -188,13 +190,13 @@ class Checker:
             case t.FromWorker(worker, t.Ready(generation, commit, previous)) if self._lives(before, worker):
                 if self._joined.get(worker, 0) == generation:
                     self._stands_still |= generation == self.generation
-                    self._held[worker] = commit
+                    self._held[worker], self._previous[worker] = commit, previous
                     (self._behind.add if event.body.behind else self._behind.discard)(worker)
-                    self._committed |= any(c is not None and c.tick > 0 for c in (commit, previous))
+                    self._committed |= any(self._is_a_users(before, c) for c in (commit, previous))
             case t.FromWorker(worker, t.Stamp(commit=commit) | t.CommitSealed(commit)) if (
                 self._living.get(worker.slot_id) == worker
             ):
-                self._committed |= commit is not None and commit.tick > 0
+                self._committed |= self._is_a_users(before, commit)
             case t.HealthChecked(host, fault) if self._health.get(host) == "asked":
                 self._health[host] = "sick" if fault else "well"
                 self.reached["sick"] += bool(fault)
@@ -205,6 +207,10 @@ class Checker:
                 self._ages.pop(worker, None)
                 members = self.world.members if self.world is not None else ()
                 self._stands_still |= any(placement.worker == worker for placement in members)
+
+    @staticmethod
+    def _is_a_users(m: Membership, commit: t.CommitId | None) -> bool:
+        return commit is not None and commit.tick > 0 and not commits.is_rejected(m, commit)
 
     def _follow_notice(self, agent: str, event: t.Event, policy: Policy, now: float) -> None:
         """Follow I17: after a preemption notice a host stays unused until its cooldown ends or discovery removes it."""
@@ -366,6 +372,11 @@ class Checker:
                 self.reached["probes of a failure"] += isinstance(after.phase, Forming)
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
+                if event == "divergence":
+                    replaced = effect.get("replaced")
+                    assert isinstance(replaced, list)
+                    self._heirs = {worker.slot_id: age for worker, age in self._ages.items() if str(worker) in replaced}
+                    self.reached["replaced worker"] += bool(self._heirs)
                 self.reached["retained commit given up"] += "is given up" in str(effect.get("text"))
                 if event == "training_resumed":
                     figures = [effect.get(name) for name in NAMES]
@@ -385,6 +396,11 @@ class Checker:
         assert policy.fewest(world.generation - 1) <= world.size, "I4"
         assert policy.max_np is None or world.size <= policy.max_np, "I4"
         assert world.size % policy.np_multiple == 0, "I4: whole groups"
+        self._ages.update(
+            (w, self._heirs[w.slot_id]) for w in members if w not in self._ages and w.slot_id in self._heirs
+        )
+        self._heirs = {}
+        self._discard_rejected(after)
         order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]
         survivors = {worker: self._ages[worker] for worker in members if worker in self._ages}
         assert world.members == naive_placements(members, survivors, order), "I2"
@@ -396,6 +412,14 @@ class Checker:
         self._joined.update((worker, world.generation) for worker in members)
         self.world = world
         self.reached["world"] += 1
+
+    def _discard_rejected(self, after: Membership) -> None:
+        """Forget commits that the core uses no more, because members differ in them."""
+        for worker, commit in list(self._held.items()):
+            if commits.is_rejected(after, commit):
+                previous = self._previous.get(worker)
+                self._held[worker] = None if commits.is_rejected(after, previous) else previous
+                self.reached["rejected commit"] += 1
 
     def _root(self, world: t.World, members: list[t.WorkerId]) -> None:
         held = [self._held.get(worker) for worker in members]

@@ -35,6 +35,8 @@ MAX_ACTIONS = 30_000
 
 
 class Job:
+    faults = FAULTS
+
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         np = rng.randint(1, 4)
@@ -383,7 +385,7 @@ class Job:
 
     def _fault(self) -> None:
         living = [worker for worker in self.workers.values() if worker.exit is None]
-        kind = self.rng.choice(FAULTS)
+        kind = self.rng.choice(self.faults)
         agents = [host for host in self.agents if host not in self.partition]
         if kind == "hosts":
             hosts = [t.HostSlots(host, self.rng.randint(1, 2)) for host in HOSTS if self.rng.random() < 0.8]

@@ -126,6 +126,8 @@ class EventMaker:
         ]
         if m.ledger.kind == "":
             some.append((self._run_used, 20.0))
+        if m.policy.divergence == "restore":
+            some.append((self._digests, 8.0))
         if any(w.ready is None and (not w.joined or not isinstance(m.phase, Running)) for w in workers):
             some.append((self._ready, 14.0))
         if any(w.gone for w in workers):
@@ -248,7 +250,23 @@ class EventMaker:
         self.commits[worker.id] = commit
         ticks = worker.ticks + self.rng.randint(0, 2)
         store = f"{worker.id}:1"
-        return t.FromWorker(worker.id, t.Ready(worker.joined, commit, None, store, ticks, self.rng.random()))
+        previous = None
+        if m.policy.divergence == "restore" and commit is not None and commit.tick:
+            previous = commit._replace(tick=commit.tick - 1)
+        return t.FromWorker(worker.id, t.Ready(worker.joined, commit, previous, store, ticks, self.rng.random()))
+
+    def _digests(self, m: Membership) -> t.Event:
+        """Return the digests of all members' next commits, of which some may differ or be lacking."""
+        members = [worker for worker in m.workers.values() if 0 < worker.joined == m.generation] or [self._any(m)]
+        kinds = (7,) * 12 + (8, t.LACKED, t.OUT_OF_INPUTS)
+        tick = max((worker.digests[-1][1] for worker in members if worker.digests), default=0) + 1
+        sent = []
+        for worker in members:
+            if self.rng.random() < 0.9:
+                self.commits[worker.id] = t.CommitId(m.generation, tick)
+                each = ((tick - 1, tick, self.rng.choice(kinds)),)
+                sent.append(t.FromWorker(worker.id, t.CommitDigests(worker.joined, each, True)))
+        return t.Several(tuple(sent))
 
     def _run_used(self, m: Membership) -> t.Event:
         return t.WorkerUsesRun(self._any(m).id)

@@ -319,17 +319,25 @@ class Worker:
             key = ("tick", self.ticks)
             yield from self._collective(key)
             contents = {content for worker, content in group.arrived[key].items() if worker not in group.out}
-            assert len(contents) <= 1, f"I11: the replicas have diverged: {contents}"
             batches += 1
             if not self.is_out:
+                self._see_batch(contents)
                 history = hash((self.content.history, generation, self.ticks))
                 self.content = Content(self.content.origin, batches, history)
+                self._has_trained_batch()
                 yield True
                 if batches % self.script.every == 0:
                     yield from self._commits(t.CommitId(generation, self.ticks + 1))
             yield from self._tick(generation)
         if self.script.uneven:
             yield from self._follow_the_last(generation)
+
+    def _see_batch(self, contents: set[Content]) -> None:
+        """See the contents of all ranks that train a batch together."""
+        assert len(contents) <= 1, f"I11: the replicas have diverged: {contents}"
+
+    def _has_trained_batch(self) -> None:
+        """Do nothing: a subclass may have faults here."""
 
     def _follow_the_last(self, generation: int) -> Iterator[bool]:
         """Send the state to members that ran out of inputs early, as the commit of one more tick."""
