@@ -30,6 +30,7 @@ from elasticstate.core.state import (
     Forming,
     Membership,
     Running,
+    Stopping,
     ValueSearch,
     Waiting,
     Worker,
@@ -60,8 +61,6 @@ def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, in
         slot = d.slots[worker.id.slot_id]
         new = tuple((t.CommitId(d.generation, tick), digest) for _, tick, digest in digests if digest >= 0)
         d.put_slot(worker.id.slot_id, digests=(*(old for old in slot.digests if old not in new), *new)[-_KEPT:])
-    if found.text:
-        return
     d.put(worker, digests=(*worker.digests, *digests)[-_KEPT:])
     digests = tuple(each for each in digests if each[2] >= 0)
     if all(found.known.get((start, tick)) == digest for start, tick, digest in digests):
@@ -82,7 +81,7 @@ def compare(d: Draft) -> None:
     found = d.ledger.digests
     if found.generation != d.generation:
         return
-    if d.policy.divergence == "restore" and not found.text:
+    if d.policy.divergence == "restore":
         found = _judge(d, found)
     if found.differs is not None and not found.text:
         _compare_members(d, found, found.differs)
@@ -245,15 +244,18 @@ def _who(members: list[Worker]) -> str:
 
 
 def _judge(d: Draft, found: Digests) -> Digests:
-    """Find the newest commit that is equal on all members, so that they may overwrite the one before it."""
-    newest = max((tick for _, tick in found.known), default=0)
-    members = d.members()
-    if newest <= found.compared or not is_live(d) or d.world is None or len(members) < d.world.size:
+    """Find the newest commit that is equal on all members, so that they may overwrite the one before it.
+
+    While the job is being stopped, members may differ or be gone, and no world follows: nobody waits for a verdict.
+    """
+    newest, members = max((tick for _, tick in found.known), default=0), d.members()
+    is_whole = is_live(d) and d.world is not None and len(members) == d.world.size
+    if newest <= found.compared or not (is_whole or isinstance(d.phase, Stopping)):
         return found
     by_tick = _by_tick(d)
     equal, compared, absent = found.equal, found.compared, found.absent
     for tick in sorted(tick for tick in by_tick if tick > compared):
-        if found.differs is not None and tick >= found.differs[1]:
+        if is_whole and found.differs is not None and tick >= found.differs[1]:
             break
         awaited = [member for member in members if member.id not in absent and _is_awaited(member, tick)]
         if d.now >= found.pending_since + d.policy.regroup_timeout_s:
@@ -264,7 +266,7 @@ def _judge(d: Draft, found: Digests) -> Digests:
             break
         compared, digests = tick, by_tick[tick]
         are_all = all(m.id.slot_id in digests or m.id in absent or _is_out_of_inputs(m) for m in members)
-        if are_all:
+        if are_all and len(set(digests.values())) == 1:
             equal = tick
     since = inf if compared >= newest else d.now if compared > found.compared else min(found.pending_since, d.now)
     if (equal, compared) != (found.equal, found.compared):

@@ -37,20 +37,25 @@ def test_no_job_trains_on_from_values_in_which_ranks_differed(number_of_schedule
 
 MUTANTS = {
     "the differing commit is judged": ("divergence._judge", "tick >= found.differs[1]", "False"),
-    "a commit is equal that one lacks": ("divergence._judge", "if are_all", "if True"),
+    "a commit is equal that one lacks": ("divergence._judge", "if are_all and", "if"),
     "commits that differ are used": ("divergence.reject_unequal", "len(set(digests.values())) == 1", "digests"),
     "commits of the dead do not count": ("divergence.reject_unequal", "compared <= digests.keys() and", ""),
     "members go on from the newest commit": ("worlds.make_world", "start=best", "start=None"),
     "rejected commits come back": ("commits.without_rejected", "not is_rejected(d, each)", "each"),
 }
 
-SEEDS = {"commits that differ are used": (770, 1500), "commits of the dead do not count": (90, 1000)}  # they are rare
+SEEDS = {  # of those that few schedules find
+    "the differing commit is judged": 550,
+    "commits that differ are used": 770,
+    "commits of the dead do not count": 90,
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_of_the_core_is_found(name: str) -> None:
+    first = SEEDS.get(name, 0)
     with mutated(*MUTANTS[name]):
-        assert any(_finds(seed) for seed in range(*SEEDS.get(name, (0, 50))))
+        assert any(_finds(seed) for seed in range(first, first + 500))
 
 
 def _finds(seed: int) -> bool:

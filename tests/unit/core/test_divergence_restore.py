@@ -151,6 +151,18 @@ def test_a_divergence_in_the_last_commit_is_found_before_the_exit_gate_opens() -
     assert "OpenGate" in kinds(effects)
 
 
+def test_while_the_job_is_stopped_nobody_waits_for_a_verdict() -> None:
+    m, _ = drive(f"2.0 {digests(4, 7, 7, 7)}\n2.1 stop SIGTERM\n2.2 exit a:2#1 signal=15", running())
+    m, effects = drive(f"2.3 {digests(5, 8, 8)}", m)
+    assert verdicts(effects) == [(5, 5)]
+    m, effects = drive(f"2.4 {digests(6, 8, 9)}", m)
+    assert verdicts(effects) == [(5, 6)]
+    assert "goes back" not in str(notes(effects, "divergence")[0].get("text"))
+    m, effects = drive(f"2.5 {digests(7, 8, 8)}", m)
+    assert verdicts(effects) == [(7, 7)]
+    assert "End" not in kinds(effects)
+
+
 def ended(script: str) -> tuple[Membership, list[t.Effect]]:
     """Return the state after the death of rank 1, whose slot is not used again."""
     policy = {"min_np": 2, "np": 3, "cooldown_range_s": (1000.0, 1000.0)}
