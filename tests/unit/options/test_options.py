@@ -180,6 +180,11 @@ def test_a_bad_value_in_the_environment_names_the_variable() -> None:
             "--one-copy-per-host and --backend mpi: not tested together. Use --backend gloo or nccl, or leave "
             "--one-copy-per-host out.",
         ),
+        (
+            {"one_copy_per_host": "1", "divergence": "restore"},
+            "--divergence restore and --one-copy-per-host exclude each other: workers that keep no commits are not "
+            "compared. Use --divergence warn, or leave --one-copy-per-host out.",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given: dict[str, str], said: str) -> None:

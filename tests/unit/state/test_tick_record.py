@@ -297,3 +297,13 @@ def test_a_receive_that_is_in_flight_over_a_tick_is_a_handle(two: Member) -> Non
         assert state.commits[0] == (1, 1)
     torch_tensors.release_works()
     assert not torch_tensors._in_flight, "no work keeps the groups alive"
+
+
+@pytest.mark.parametrize(("verdict", "last", "digests"), [((1, 1), 2, [1, 2]), ((0, 0), 1, [1])])
+def test_a_recorded_tick_follows_only_a_commit_that_is_equal_on_all_ranks(
+    two: Member, verdict: tuple[int, int], last: int, digests: list[int]
+) -> None:
+    two.awaits_verdicts, two.verdicts = True, [verdict]
+    state = trained(two)
+    assert after_a_failure(state) == (1, last)
+    assert [tick for _, tick, _ in two.digests] == digests
