@@ -104,6 +104,7 @@ class Committer:
         self._digests: CommitDigests | None = None  # of the present world, after its first commit to compare
         self._selected: tuple[Plan, int, Selection | None] | None = None  # with the number of exclusions
         self._announced: CommitId | None = None  # its digest is sent when it is sealed
+        self._omitted: CommitId | None = None  # the last commit that was not made
         self._warned_generation = 0  # in which a commit was not made
         self._question = 0  # number of the driver's last question
         self._has_trained = False  # ``train`` was called in this process
@@ -219,7 +220,22 @@ class Committer:
             self._record_commits()
         return verdict is not None
 
+    def make_up_commit(self) -> None:
+        """Commit the last tick of the training function if that was not done for want of a verdict.
+
+        The driver compares it before the exit gate opens. This waits for a driver, as the gate does.
+
+        Raises CollectiveError if the generation ends before, and what ``State.commit`` raises.
+        """
+        commit = self._omitted
+        if commit is not None and commit == CommitId(self.session.generation, self.session.ticks):
+            self.session.wait_for_driver()
+            self.settle()
+            if self._may_overwrite():
+                self.seal(commit)
+
     def _warn_of_no_commit(self, commit: CommitId) -> None:
+        self._omitted = commit
         if self._warned_generation != commit.generation:
             self._warned_generation = commit.generation
             logger.warning("commit %s is not made, nor those after it until that has changed: %s", commit, _NO_VERDICT)

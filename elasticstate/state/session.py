@@ -79,6 +79,9 @@ class Session:
         """
         raise AssertionError("no verdicts are awaited")
 
+    def wait_for_driver(self) -> None:
+        """Wait until a driver can send verdicts. Raises CollectiveError if the generation is over."""
+
     def verdict(self) -> tuple[int, int]:
         """Return the newest verdict, without a wait."""
         return 0, 0

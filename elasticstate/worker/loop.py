@@ -523,6 +523,7 @@ class WorkerLoop:
                 self._result = self._train()
             self._session.check_collectives()  # the function may have caught the end of this generation
             self._committer.settle()
+            self._committer.make_up_commit()
             self._committer.send_digest()
             self._sentinel.wait_in_gate()
             return _Outcome.FINISHED

@@ -119,6 +119,13 @@ class WorkerSession(Session):
             time.sleep(_VERDICT_INTERVAL_S)
         return verdict
 
+    def wait_for_driver(self) -> None:
+        while self._page.is_alone:
+            self.check()
+            self.progress()
+            time.sleep(_LOOK_INTERVAL_S)
+        self._given_up = 0, 0
+
     def verdict(self) -> tuple[int, int]:
         found = self._page.verdict(self._verdict[0])
         self._verdict = found or self._verdict

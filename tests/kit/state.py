@@ -153,6 +153,9 @@ class Member:
         self.waits.append(tick)
         return self.verdicts.pop(0) if len(self.verdicts) > 1 else self.verdicts[0]
 
+    def wait_for_driver(self) -> None:
+        self.waits.append(-1)
+
     def verdict(self) -> tuple[int, int]:
         return (self.verdicts[0] if self.verdicts else None) or (0, 0)
 

@@ -73,6 +73,21 @@ def test_without_a_verdict_no_commit_is_made_and_both_stay(
     assert commit(state) == (CommitId(1, 5), CommitId(1, 2))
 
 
+def test_the_last_commit_is_made_up_before_the_exit_gate(world: Any, member: Any) -> None:
+    state, one = state_in(world, member, (1, 1), None)
+    committer = committer_of(state)
+    commit(state)
+    committer.make_up_commit()
+    assert one.waits == []
+    commit(state)
+    assert commit(state)[0] == CommitId(1, 2)
+    one.verdicts[:] = [(2, 2)]
+    committer.make_up_commit()
+    assert one.waits[-3] == -1, "it waits for a driver"
+    assert state.commits == (CommitId(1, 3), CommitId(1, 2))
+    assert one.digests[-1][1] == 3
+
+
 def test_what_a_world_begins_with_is_overwritten_without_a_verdict(world: Any, member: Any) -> None:
     state, one = state_in(world, member, (1, 1))
     commit(state)
