@@ -50,8 +50,13 @@ _SUSPECT_S = 3600.0  # a host with two divergences within this time is named as 
 _MOST_ODD = 64  # hosts that are remembered
 
 
+def kept_digests(worker: Worker, digests: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return the digests of a worker that are kept, with these new ones."""
+    return (*worker.digests, *digests)[-_KEPT:]
+
+
 def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, int], ...]) -> None:
-    """Compare new digests of a member of the present world with those of the others."""
+    """Compare new digests, which the worker has already, of a member of the present world with those of the others."""
     found = d.ledger.digests
     if found.generation != d.generation:
         found = Digests(d.generation)
@@ -61,9 +66,11 @@ def digests_reported(d: Draft, worker: Worker, digests: tuple[tuple[int, int, in
         slot = d.slots[worker.id.slot_id]
         new = tuple((t.CommitId(d.generation, tick), digest) for _, tick, digest in digests if digest >= 0)
         d.put_slot(worker.id.slot_id, digests=(*(old for old in slot.digests if old not in new), *new)[-_KEPT:])
-    d.put(worker, digests=(*worker.digests, *digests)[-_KEPT:])
-    digests = tuple(each for each in digests if each[2] >= 0)
-    if all(found.known.get((start, tick)) == digest for start, tick, digest in digests):
+        digests = tuple(each for each in digests if each[2] >= 0)
+    for start, tick, digest in digests:  # of a thousand workers: this is all, unless something is new
+        if found.known.get((start, tick)) != digest:
+            break
+    else:
         return
     known, differs = dict(found.known), found.differs
     for start, tick, digest in digests:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import accounting, commits, event_file, links, plain, sharded, types as t, waiting
-from elasticstate.core.divergence import answered, digests_reported
+from elasticstate.core.divergence import answered, digests_reported, kept_digests
 from elasticstate.core.health import (
     call_reported,
     collectives_reported,
@@ -103,6 +103,7 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
             _worker_draining(d, worker, number)
         case t.CommitDigests(generation, digests):
             if worker.joined == generation == d.generation:
+                d.put(worker, digests=kept_digests(worker, digests))
                 digests_reported(d, worker, digests)
         case t.CollectivesReport():
             collectives_reported(d, worker, report)
@@ -316,6 +317,7 @@ def _stamp(d: Draft, worker: Worker, stamp: t.Stamp) -> None:
     if worker.ready is not None or stamp.generation != worker.joined:
         d.put(worker, reported_at=d.now, place=stamp.place)
         return
+    has_digests = stamp.digests and stamp.generation == d.generation
     has_moved = stamp.still_s < worker.still_s or stamp.ticks != worker.ticks or stamp.place != worker.place
     d.put(
         worker,
@@ -327,13 +329,14 @@ def _stamp(d: Draft, worker: Worker, stamp: t.Stamp) -> None:
         still_s=stamp.still_s,
         commit=stamp.commit or worker.commit,
         commit_at=worker.commit_at if stamp.commit in (None, worker.commit) else d.now,
+        digests=kept_digests(worker, stamp.digests) if has_digests else worker.digests,
     )
     _trains(d, worker.id, stamp.trained_s)
     if stamp.generation == d.generation:
         accounting.commit_stalled(d, stamp.commit_s)
         if stamp.commit_s and not d.ledger.commits_come:
             d.update_ledger(commits_come=True)
-    if stamp.digests and worker.joined == stamp.generation == d.generation:
+    if has_digests:
         digests_reported(d, d.workers[worker.id], stamp.digests)
     if stamp.pace:
         pace_reported(d, d.workers[worker.id], stamp.pace)
