@@ -38,7 +38,7 @@ from elasticstate.core.state import (
 )
 from elasticstate.core.types import listed
 
-_WAIT_S = 5.0  # for the digests of the other members; agents send them each second
+_WAIT = 5.0  # intervals, for the digests of the other members
 CAUSES = (
     "Memory with bit errors, a module without init_sync or with buffers that no collective synchronizes, and trained "
     "values that a script changes on some ranks alone cause it. Ranks on unlike processors may differ in the last bit. "
@@ -104,12 +104,16 @@ def _compare_members(d: Draft, found: Digests, differs: tuple[int, int]) -> None
         digest = next((digest for *key, digest in member.digests if tuple(key) == differs), None)
         if digest is not None and digest >= 0:
             groups.setdefault(digest, []).append(member)
-        elif d.now < found.since + _WAIT_S and _is_awaited(member, differs[1]):
+        elif d.now < _awaited_until(d, found) and _is_awaited(member, differs[1]):
             return
     if len(groups) > 1:
         _report(d, found, sorted(groups.values(), key=lambda group: (-len(group), group[0].rank)))
     else:
         d.update_ledger(digests=replace(found, differs=None))  # those that differed are gone
+
+
+def _awaited_until(m: Draft | Membership, found: Digests) -> float:
+    return found.since + _WAIT * t.digests_interval_s(m.world.size if m.world is not None else 1)
 
 
 def _is_awaited(member: Worker, tick: int) -> bool:
@@ -125,7 +129,7 @@ def comparison_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     if found.generation != d.generation:
         return
     if found.differs is not None and not found.text:
-        yield "digests", found.since + _WAIT_S
+        yield "digests", _awaited_until(d, found)
     yield "value that differs", found.ends_at
     yield "members without commits", found.pending_since + d.policy.regroup_timeout_s
 

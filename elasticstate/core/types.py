@@ -405,6 +405,11 @@ class CommitDigests(Message, frozen=True):
     is_awaited: bool = False
 
 
+def digests_interval_s(size: int) -> float:
+    """Return the longest time between two digests of a worker, in a world of this size: so the driver keeps up."""
+    return max(1.0, size / 128)
+
+
 MOST_PARTS = 256
 """Maximum number of parts of values whose checksums one answer has."""
 

@@ -32,7 +32,6 @@ from elasticstate.core.types import LACKED, MOST_PARTS, OUT_OF_INPUTS, DigestAns
 from elasticstate.state.layout import number_of
 
 CHAIN_TICKS = 1024
-_SHORTEST_S, _LONGEST_S = 0.5, 1.0  # between two digests that are sent
 _MOST_COMMITS = 64  # whose values can be asked for
 _MOST_BYTES = 1 << 20  # of their checksums
 _LONGEST_NAME = 200
@@ -68,19 +67,22 @@ class CommitDigests:
         send: Callable[[int, int, int], object],
         clock: Callable[[], float] = time.monotonic,
         sends_each: bool = False,
+        interval_s: float = 1.0,
     ) -> None:
         """``send``: sends a digest: the tick after which its chain begins, its own tick, and the digest.
 
-        ``sends_each``: send that of each commit alone, at once.
+        ``sends_each``: send that of each commit alone, at once. ``interval_s``: the longest time between two that are
+        sent, if commits are frequent; the shortest is half of it.
         """
         self.generation = generation
         self._sends_each = sends_each
         self._send = send
         self._clock = clock
+        self._interval_s = interval_s
         self._start = self._tick = self._sent = 0
         self._chain = hashlib.blake2b(digest_size=8)
         self._stride = 1
-        self._sent_at = -_LONGEST_S
+        self._sent_at = -interval_s
         self._last: deque[Compared] = deque(maxlen=_MOST_COMMITS)
 
     def add(self, tick: int, checksums: Checksums, selection: Selection) -> None:
@@ -122,9 +124,9 @@ class CommitDigests:
     def _adapt(self) -> None:
         now = self._clock()
         since, self._sent_at = now - self._sent_at, now
-        if since < _SHORTEST_S and self._stride < CHAIN_TICKS:
+        if since < self._interval_s / 2 and self._stride < CHAIN_TICKS:
             self._stride *= 2
-        while since > _LONGEST_S and self._stride > 1:
+        while since > self._interval_s and self._stride > 1:
             self._stride //= 2
             since /= 2
 

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.join import JoinHook
 from elasticstate.commits import NO_SHARDING, Sharding
 from elasticstate.compat import dtensors, torch_tensors
 from elasticstate.core.ids import CommitId
+from elasticstate.core.types import digests_interval_s
 from elasticstate.errors import (
     CollectiveError,
     CommitStorageError,
@@ -850,7 +851,8 @@ class Committer:
     def _digests_of(self, generation: int) -> CommitDigests:
         if self._digests is None or self._digests.generation != generation:
             send, each = self.session.record_digest, self.session.awaits_verdicts
-            self._digests = CommitDigests(generation, send, sends_each=each)
+            interval_s = digests_interval_s(self.session.view.size)
+            self._digests = CommitDigests(generation, send, sends_each=each, interval_s=interval_s)
         return self._digests
 
     def _selection(self, plan: Plan) -> Selection | None:

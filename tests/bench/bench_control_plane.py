@@ -43,6 +43,7 @@ from watching import cpu_s, page, scrape
 
 from elasticstate.agent.supervisor import stamps_interval_s
 from elasticstate.core.ids import CommitId, WorkerId
+from elasticstate.core.types import digests_interval_s
 from elasticstate.net import messages
 from elasticstate.net.control import Stream
 from elasticstate.net.trust import NAME, Trust
@@ -78,6 +79,7 @@ class Agent:
         self.tick = 0
         self.trains = False
         self.stamps_interval_s = 1.0
+        self.size, self.digest_at = 0, 0.0
 
     async def dial(self, port: int, trust: Trust) -> None:
         loop = asyncio.get_running_loop()
@@ -111,7 +113,7 @@ class Agent:
                 self.send(messages.Started(worker, 1))
                 self.part.count("spawned")
             case messages.World():
-                self.generation, self.tick, self.trains = order.generation, 1, True
+                self.generation, self.tick, self.trains, self.size = order.generation, 1, True, order.size
                 self.stamps_interval_s = stamps_interval_s(self.timeout_s, order.size)
                 self.part.count(f"world {self.generation}", len(order.members))
                 if order.rank == 0:
@@ -145,7 +147,10 @@ class Agent:
             self.tick += 1
         place = messages.Place.TRAIN if self.generation else messages.Place.REGROUP
         commit = CommitId(self.generation, self.tick) if self.generation else None
-        digests = ((0, self.tick, self.tick),) if self.trains else ()
+        is_due = self.trains and time.monotonic() > self.digest_at + digests_interval_s(self.size) / 2  # the most often
+        digests = ((0, self.tick, self.tick),) if is_due else ()
+        if is_due:
+            self.digest_at = time.monotonic()
         stamp = messages.Stamp(place, self.generation, self.tick, commit, digests=digests)
         self.send(messages.Stamps(tuple((worker, stamp) for worker in self.workers)))
 
