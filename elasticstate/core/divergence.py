@@ -146,7 +146,7 @@ def _report(d: Draft, found: Digests, groups: list[list[Worker]]) -> None:
     text += f" from those of the other {len(largest)} ranks" if is_majority else " from each other"
     hosts = list(dict.fromkeys(member.id.host for member in odd))
     if suspects := _suspects(d, hosts):
-        text += f"; suspect within an hour for the second time: {'host' if len(suspects) == 1 else 'hosts'} "
+        text += f"; suspect, after another divergence within an hour: {'host' if len(suspects) == 1 else 'hosts'} "
         text += listed(suspects)
     restores = d.policy.divergence == "restore" and isinstance(d.phase, Running | Forming | Waiting)
     if restores:
