@@ -130,6 +130,7 @@ class Agent:
         self._supervision = asyncio.ensure_future(supervisor.run())
         commits = await job.lock_host()
         service = Service(job, commits, supervisor, preemption, self._template)
+        await service.listen()
         self._job = spec.job
         return service
 
@@ -167,7 +168,7 @@ class Service:
         preemption: PreemptionWatch,
         template: Template | None,
     ) -> None:
-        """Make the parts, and listen for workers. Raises OSError or ValueError."""
+        """Make the parts. Raises OSError or ValueError."""
         launch, driver = job.launch, job.driver
         self._job = job
         self._commits = commits
@@ -204,7 +205,11 @@ class Service:
         self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
         self._gate = 0  # newest generation whose exit gate is open
         self._ended = 0  # newest generation that was ended at once, not at a tick
-        self._socket.open()
+
+    async def listen(self) -> None:
+        """Listen for workers. Raises OSError."""
+        await in_thread(self._socket.bind)
+        self._socket.serve()
 
     def _open_copies(self) -> HostReplicas:
         """Take over the copies that this host keeps, and serve them. Raises OSError."""

@@ -267,7 +267,13 @@ class AgentSocket:
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
-        """Listen. Raises OSError when the path exists, or exceeds the kernel's limit (107 bytes)."""
+        """Listen, and accept workers on this event loop. Raises what ``bind`` raises."""
+        self.bind()
+        self.serve()
+
+    def bind(self) -> None:
+        """Listen, on any thread: the file system may delay this. Raises OSError when the path exists, or exceeds the
+        kernel's limit (107 bytes)."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(self.path)
@@ -277,7 +283,11 @@ class AgentSocket:
             listener.close()
             raise
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self.accept_pending)
+
+    def serve(self) -> None:
+        """Accept workers on this event loop from now on."""
+        assert self._listener is not None, "bound"
+        asyncio.get_running_loop().add_reader(self._listener, self.accept_pending)
 
     @property
     def is_lost(self) -> bool:

@@ -356,9 +356,9 @@ class Copy:
             self.outcome, self.error = CopyOutcome.FAILED, error
         finally:
             with self._ending:
+                if self._when_sealed is not None and self.outcome is CopyOutcome.SEALED:
+                    self._when_sealed()
                 self._done.set()
-            if self._when_sealed is not None and self.outcome is CopyOutcome.SEALED:
-                self._when_sealed()
 
     def _checksum_copied_bytes(self) -> None:
         """Wait for all marks. Compute the checksum of the bytes that are copied before the last one."""

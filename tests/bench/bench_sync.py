@@ -40,7 +40,7 @@ TIMEOUT_S = 600.0
 class Session:
     """Session of rank 0 (root) or rank 1 (newcomer). Each sync has a generation of its own."""
 
-    records_ticks = False
+    records_ticks = compares_commits = awaits_verdicts = False
     has_peers = False
     ticks = 0
 

@@ -53,7 +53,7 @@ def trained(run: Job) -> dict[str, str]:
 
 
 class Undisturbed:
-    """What jobs without a flip have trained, each run once."""
+    """The results of jobs without a flip, each run once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -31,7 +31,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def named(job: Job, slot: int) -> Line:
     """Slow down a slot until it is named. Check the number of slow ticks before that, and return the event.
 
-    Ten slow ticks, and those until the next report of the agent: at most 1.25 s later, in looks of 0.25 s.
+    Ten slow ticks, and those until the next report of the agent: within 1.25 s on an idle machine, which are ten more.
+    Other load may delay the report by as many again.
     """
     before, begun = len(job.events("straggler")), len(steps(job, slot))
     (job.directory / "slow").write_text(str(slot))
@@ -40,7 +41,7 @@ def named(job: Job, slot: int) -> Line:
     completed = len(slow) - 1  # a line is the begin of a tick
     assert event["slot"] == slot
     assert 1.2 <= event["factor"] <= 1.45
-    assert 5 < completed <= 20
+    assert 5 < completed <= 30
     return event
 
 

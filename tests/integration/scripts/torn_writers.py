@@ -75,7 +75,7 @@ class Session:
     worker_key = "alone"
     records_ticks = False
     has_peers = False
-    compares_commits = False
+    compares_commits = awaits_verdicts = False
 
     def __init__(self, ticks: int) -> None:
         self.ticks = ticks

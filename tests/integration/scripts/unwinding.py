@@ -127,9 +127,10 @@ def swallowed() -> None:
 def again() -> None:
     try:
         end_tick()
-    finally:
+    except:
         state.scale += 1
-        state.commit()
+        state.commit()  # raises the interrupt, too
+        raise
 
 
 ENDS: dict[str, Callable[[], None]] = {
