@@ -45,6 +45,7 @@ def _run(options: Options, must_reattach: bool = False, elected: Elected | None 
     from elasticstate.driver.screen import screen_for
     from elasticstate.launchers import early_agent
     from elasticstate.launchers.stdin import stdin_for, with_debugger
+    from elasticstate.net.names import LOCALHOST, address_on, is_of_each_machine
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()
@@ -52,6 +53,10 @@ def _run(options: Options, must_reattach: bool = False, elected: Elected | None 
         options = with_debugger(options)
     named = {without_case(parse_host(text, 1).name) for text in options.hosts}
     elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
+    if options.network_interface and options.discovery in (None, "list"):
+        others = options.hostfile or options.host_discovery_script or options.listen
+        if not others and all(map(is_of_each_machine, named)):  # else each host says so of itself
+            address_on(options.network_interface, LOCALHOST)
     is_needed = not must_reattach and ("localhost" in named or not elsewhere)
     with screen_for(options) as screen, stdin_for(options) as stdin, early_agent(is_needed, stdin):
         return _drive(options, must_reattach, screen, elected)

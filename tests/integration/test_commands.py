@@ -66,6 +66,15 @@ def test_a_worker_finds_its_place_in_the_environment(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("hosts", [(), ("-H", "localhost:1")])
+def test_a_misspelled_interface_of_the_only_host_is_an_error_at_once(hosts: tuple[str, ...], tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", *hosts, "--network-interface", "none0", "true") as job:
+        status, _, stderr = job.end()
+    assert status == 2
+    (line,) = stderr.splitlines()
+    assert line.startswith("elasticrun: --network-interface: 'none0': this host has no network interface 'none0'")
+
+
 def test_discovery_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
     with running(tmp_path, "-np", "1", "--host-discovery-script", "false", "true") as job:
         status, _, stderr = job.end()
