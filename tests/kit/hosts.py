@@ -14,7 +14,7 @@ from tests.kit.network import Network
 
 HEARTBEAT_S = 2.0
 QUICK = (
-    *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
+    *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "30"),
     *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
 )
 

@@ -11,7 +11,7 @@ from tests.kit.job import Job, Line
 SCRIPT = Path(__file__).parents[1] / "multihost" / "scripts" / "sharded.py"
 STEPS = 200
 QUICK = (
-    *("--heartbeat-timeout", "2", "--min-interrupt-distance", "0.1", "--join-window", "5"),
+    *("--heartbeat-timeout", "2", "--min-interrupt-distance", "0.1", "--join-window", "30"),
     *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
 )
 

@@ -78,7 +78,7 @@ def test_a_signal_to_an_agent_lets_its_host_leave_and_it_may_dial_in_again(netwo
     token, signals = tmp_path / "token", (signal.SIGTERM, signal.SIGUSR2)
     with ExitStack() as stack:
         names = ",".join(number.name for number in signals)
-        job = stack.enter_context(listening_job(network, tmp_path, token, "--preemption-signals", names))
+        job = stack.enter_context(listening_job(network, tmp_path, token, "-np", "2", "--preemption-signals", names))
         job.wait_for("token file", token.exists)
         assert token.stat().st_mode & 0o777 == 0o600
         leaving = [stack.enter_context(agent(network, name, token, "--slots", "1")) for name in "ab"][1]
