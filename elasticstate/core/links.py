@@ -211,9 +211,12 @@ def cut_off(m: Draft | Membership) -> frozenset[str]:
         return frozenset()
     members = {worker.id.host for worker in living_members(m)} if isinstance(m.phase, Running) else set()
     behind = _behind(m, members)
-    ready = [w for w in m.workers.values() if w.ready is not None and not (w.gone or w.draining)]
-    ready = [worker for worker in ready if worker.id.host not in behind]
-    holders = ready if members or m.shards.layouts else _holders(m, ready)
+    found = [w for w in m.workers.values() if w.ready is not None and not w.gone and w.id.host not in behind]
+    ready = [worker for worker in found if not worker.draining]
+    holders = ready
+    if not members and not m.shards.layouts:
+        ready += _only_holder(ready, found)
+        holders = _holders(m, ready)
     return behind | _behind(m, members | _largest_part(m, ready, {worker.id for worker in holders}))
 
 
@@ -253,6 +256,13 @@ def _holders(m: Draft | Membership, ready: list[Worker]) -> list[Worker]:
     is lost: those of the newest world that had the job's state there; without any, those with the newest commit."""
     newest = max(map(_held, ready), default=None)
     return [w for w in ready if has_job_state(m, w)] or [w for w in ready if _held(w) == newest]
+
+
+def _only_holder(stay: list[Worker], ready: list[Worker]) -> list[Worker]:
+    """Return the draining worker with a newer commit than all that stay, if any: it must be in one more world."""
+    newest = max(map(_held, stay), default=t.CommitId(0, 0))
+    newer = [worker for worker in ready if worker.draining and _held(worker) > newest]
+    return sorted(newer, key=lambda w: (_held(w), -w.age, w.id))[-1:]
 
 
 def _held(worker: Worker) -> t.CommitId:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from elasticstate.core import types as t
 from elasticstate.core.commits import is_rejected
-from tests.kit.simulation.job import FAULTS, HOSTS, Job
+from tests.kit.simulation.job import HOSTS, Job
 from tests.kit.simulation.judge import Judge
 from tests.kit.simulation.workers import Content, Failed, Group, Worker
 
@@ -151,8 +151,6 @@ class RestoringJudge(Judge):
 class RestoringJob(Job):
     """A job with ``--divergence restore``."""
 
-    faults = tuple(fault for fault in FAULTS if fault != "links")  # they have no part in this
-
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         rng = self.rng
@@ -176,13 +174,17 @@ class RestoringJob(Job):
         super().deliver(event)
 
     def _see_digest(self, event: t.Event) -> None:
-        """Count a commit as made when its digest has arrived, unless something is wrong with it."""
+        """Count a commit as made when its digest has arrived, unless something is wrong with it.
+
+        A digest that arrives after the world has ended, and the next one was formed without it, changes nothing: the
+        core has said that the commit is not used.
+        """
         if not (isinstance(event, t.FromWorker) and isinstance(event.body, t.CommitDigests)):
             return
         for _, tick, digest in event.body.digests:
             commit = t.CommitId(event.body.generation, tick)
             content = self.contents.get((event.worker, commit))
-            if digest >= 0 and content is not None and is_clean(content):
+            if digest >= 0 and content is not None and is_clean(content) and not is_rejected(self.m, commit):
                 self.groups[commit.generation].sealed[event.worker] = commit
 
     def _carry_out(self, effect: t.Effect) -> None:

@@ -313,6 +313,32 @@ def test_a_larger_part_without_the_state_of_the_job_does_not_train() -> None:
     assert members(effects) == ["a:0#1", "b:0#1"]
 
 
+def test_the_only_holder_of_the_state_is_awaited_if_its_host_drains_behind_a_cut_link() -> None:
+    """No other worker has the state, so the job must not go on without the one that leaves, nor give the state up."""
+    script = """
+    0.0 hosts a:1
+    0.1 agent-joined a
+    1.0 ready a:0#1
+    1.2 first a:0#1 in=1
+    2.0 heartbeat a:0#1 in=1 ticks=9 commit=1.9
+    3.0 hosts a:1 b:1
+    3.1 agent-joined b
+    6.0 ready b:0#1
+    6.1 answer a:0#1 in=1 ticks=20
+    6.2 ready a:0#1 in=1 commit=1.21
+    9.0 heartbeat a:0#1 in=2 place=regroup still=2.6
+    13.0 probed a order=1 cut=b + probed b order=1
+    13.1 agent-draining a spot
+    13.2 ready a:0#1 in=2 commit=1.21 + ready b:0#1 in=2
+    """
+    m, effects = drive(script, np=1, min_np=1, max_np=2)
+    assert m.phase_name == "WAITING"
+    assert "EndJob" not in kinds(effects)
+    m, effects = drive("14.7 probed a order=2", m)
+    assert members(effects) == ["a:0#1", "b:0#1"]
+    assert published(effects).lacking == (1,)
+
+
 def test_a_host_that_reaches_no_other_is_left_out_of_a_hundred_quickly() -> None:
     m = job({f"h{number}": 8 for number in range(100)})
     begun = process_time()
