@@ -22,6 +22,7 @@ from elasticstate.net.control import (
     dial,
 )
 from elasticstate.net.trust import NAME, Trust, make_token
+from tests.kit.ports import closed_port
 
 TOKEN = "t" * 32
 TRUST = Trust(TOKEN)
@@ -144,9 +145,7 @@ def test_the_first_address_that_is_the_drivers_is_taken() -> None:
     """The other addresses: a closed port, a listener that does not answer, and the driver of another job."""
 
     async def scenario(driver: Driver, port: int) -> None:
-        with silent_listener() as silent, socket.create_server((LOCALHOST, 0)) as bound:
-            closed = bound.getsockname()[1]
-            bound.close()
+        with silent_listener() as silent, closed_port(LOCALHOST) as (closed, _):
             stranger = Driver()
             stranger.server = ControlServer(Trust("s" * 32), 5.0, stranger, "1")
             addresses = (closed, silent, stranger.server.listen(LOCALHOST), port)

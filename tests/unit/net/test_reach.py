@@ -12,6 +12,7 @@ import pytest
 from elasticstate.core.types import LinksProbed
 from elasticstate.net.messages import ProbeOrder
 from elasticstate.net.reach import Probes, is_reached
+from tests.kit.ports import closed_port
 
 LIMIT_S = 0.4
 
@@ -57,22 +58,19 @@ def test_a_port_whose_packets_are_dropped_is_not_reached_and_tried_until_the_lim
 
 def test_a_refusal_is_no_answer() -> None:
     """It may come from a firewall in between."""
-    with socket.create_server(("127.0.0.1", 0)) as port:
-        address = address_of(port)
-    begun = time.monotonic()
-    assert not asyncio.run(is_reached(address, LIMIT_S))
-    assert time.monotonic() - begun >= LIMIT_S
+    with closed_port() as (_, port):
+        begun = time.monotonic()
+        assert not asyncio.run(is_reached(address_of(port), LIMIT_S))
+        assert time.monotonic() - begun >= LIMIT_S
 
 
 def test_a_later_attempt_is_enough() -> None:
     async def opened_late() -> bool:
-        with socket.create_server(("127.0.0.1", 0)) as port:
-            address = address_of(port)
-        reached = asyncio.ensure_future(is_reached(address, 10 * LIMIT_S))
-        await asyncio.sleep(0.05)  # the first attempt has been refused
-        assert not reached.done()
-        host, _, number = address.rpartition(":")
-        with socket.create_server((host, int(number))):
+        with closed_port() as (_, port):
+            reached = asyncio.ensure_future(is_reached(address_of(port), 10 * LIMIT_S))
+            await asyncio.sleep(0.05)  # the first attempt has been refused
+            assert not reached.done()
+            port.listen()
             return await reached
 
     begun = time.monotonic()

@@ -19,6 +19,7 @@ from elasticstate.replicas import pusher
 from elasticstate.replicas.client import ReplicaClient
 from elasticstate.replicas.pusher import Target
 from tests.kit.commits import KEY, Host, wait_until
+from tests.kit.ports import closed_port
 from tests.kit.proxy import Proxy, flip_once
 
 C1, C2, C3 = CommitId(1, 1), CommitId(1, 2), CommitId(1, 3)
@@ -123,8 +124,8 @@ def test_a_newer_order_cancels_one_that_waits(stack: ExitStack, tmp_path: Path) 
 
 def test_an_unreachable_target_does_not_delay_the_others(stack: ExitStack, tmp_path: Path) -> None:
     a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    closed, _ = stack.enter_context(closed_port())
+    nobody = f"127.0.0.1:{closed}"
     first, second = a.worker(0), a.worker(1)
     for worker in (first, second):
         worker.commit(C1, b"1" * 1000)
@@ -235,8 +236,8 @@ def test_a_target_that_stays_unreachable_is_given_up(
 ) -> None:
     monkeypatch.setattr(pusher, "_UNREACHABLE_S", 0.05)
     a = stack.enter_context(Host("a", tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    closed, _ = stack.enter_context(closed_port())
+    nobody = f"127.0.0.1:{closed}"
     worker = a.worker()
     worker.commit(C1, b"x" * 1000)
     a.copies.replicate(C1, {0: [Target("c", nobody)]})
