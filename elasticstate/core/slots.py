@@ -572,8 +572,9 @@ class _Plan:
             yield f"cooldown of host {host.name}", host.cooldown_until
         for host in self._giving_way:
             yield f"host {host.name} gives way", host.gives_way_at
-        has_vacancies = self.awaits_retained or _vacancies(d) > 0
-        free = self.free_slots() if has_vacancies and _may_start_workers(d) else []
+        free = self.free_slots() if _may_start_workers(d) else []
+        if free and not self.awaits_retained and _vacancies(d) <= 0:
+            free = []
         backing_off = [(slot_id, slot) for slot_id, slot in free if slot.not_before > d.now]
         is_short = self.is_short(free)
         for slot_id, slot in backing_off:
@@ -747,11 +748,13 @@ def _start_workers(d: Draft, plan: _Plan) -> None:
     if d.ledger.kind != "elastic":
         _start_round(d, plan)
         return
+    free = plan.free_slots()
+    if not free:
+        return
     vacancies = _vacancies(d)
     order = {slot_id: position for position, (slot_id, _) in enumerate(plan.holders)}
     newest = plan.newest_holders
     beyond = plan.awaits_retained and all(d.slots[slot_id].worker is None for slot_id in newest)
-    free = plan.free_slots()
     used = _hosts_of_world(d)
     free.sort(key=lambda found: (order.get(found[0], len(order)), found[0].host in used))
     is_short = plan.is_short(free)
