@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import cache
 from glob import glob
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def host_name() -> str:
     return os.uname().nodename
 
 
+@cache
 def boot_id() -> str:
     """Return an identity of the time since this machine has started (random(4))."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -274,8 +274,9 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     reported = {commit for _, ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
     lost = {commit for commit in reported.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
     # A slot has two buffers: if the newer buffer was damaged, the older buffer holds the commit directly before.
-    own = {slot_id: users_commit(d, commit) for slot_id, commit in _sealed(d)}
-    is_next = any(own.get(slot_id) == made and ready.commit == best for slot_id, ready in readies)
+    own = dict(_sealed(d))
+    next_ones = (slot_id for slot_id, ready in readies if ready.commit == best)
+    is_next = any(slot_id in own and users_commit(d, own[slot_id]) == made for slot_id in next_ones)
     return len(lost), len(seen) == len(sealed) and is_next
 
 

@@ -67,9 +67,9 @@ def commit_damaged(d: Draft, event: t.CommitDamaged) -> None:
 
 def is_rejected(m: Draft | Membership, commit: t.CommitId | None) -> bool:
     """Return True if members differ in the commit, or if it is newer than one in which they do not (divergence.py)."""
-    return commit is not None and any(
-        commit.generation == last.generation and commit.tick > last.tick for last in m.ledger.rejected
-    )
+    if commit is None or not m.ledger.rejected:
+        return False
+    return any(commit.generation == last.generation and commit.tick > last.tick for last in m.ledger.rejected)
 
 
 def may_be_rejected(m: Draft | Membership, commit: t.CommitId) -> bool:
@@ -98,7 +98,7 @@ def reject(d: Draft, last: t.CommitId) -> None:
 
 def without_rejected(d: Draft, ready: t.Ready) -> t.Ready:
     """Return READY as from a worker that does not hold rejected commits: it discards them when it enters a world."""
-    if not (is_rejected(d, ready.commit) or is_rejected(d, ready.previous)):
+    if not d.ledger.rejected or not (is_rejected(d, ready.commit) or is_rejected(d, ready.previous)):
         return ready
     left = [each for each in (ready.commit, ready.previous) if each is not None and not is_rejected(d, each)]
     commit, previous = (*left, None, None)[:2]

@@ -294,7 +294,10 @@ def _stands_still(d: Draft, ticking: Ticking, members: Sequence[Worker], moved_a
 
     Only reports count, because the driver may have been stopped for a while.
     """
-    seconds, limit_s = max(member.reported_at for member in members) - moved_at, d.policy.no_tick_notice_s
+    limit_s = d.policy.no_tick_notice_s
+    if d.now - moved_at < limit_s:  # of a thousand workers: this is all
+        return False
+    seconds = max(member.reported_at for member in members) - moved_at
     if seconds < limit_s:
         return False
     limit_s = max(limit_s, _USUAL * median(ticking.times)) if ticking.times else limit_s

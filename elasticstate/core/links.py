@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from itertools import chain
-from operator import attrgetter
 
 from msgspec.structs import replace
 
 from elasticstate.core import event_file, types as t
 from elasticstate.core.commits import has_job_state
 from elasticstate.core.state import (
+    DOUBTED,
     Draft,
     Failure,
     Finishing,
@@ -41,10 +41,8 @@ from elasticstate.core.types import listed
 # --------------------------------------------------------------------------------------------------------------- probes
 
 
-_DOUBTED = 0.25  # parts of --heartbeat-timeout without a movement of a member, before links are probed
 _ANSWER = 0.4  # for an answer, and at least between two orders
 _LATE = 0.25  # more, for agents that do not send what they have found
-_STILL_S = attrgetter("still_s")  # of many members at each step
 _MOST_PEERS = 64  # that one agent probes at a time; more hosts take turns
 
 
@@ -116,9 +114,9 @@ def _next_for_all_at(d: Draft) -> float:
 
 def _is_doubted(d: Draft) -> bool:
     """Return True if its agent has seen that a member of the world has not moved for too long."""
-    limit_s, places = _DOUBTED * d.policy.heartbeat_timeout_s, (t.Place.REGROUP, t.Place.TRAIN)
-    if not is_live(d) or max(map(_STILL_S, d.members()), default=0.0) < limit_s:
+    if not (d.still and is_live(d)):
         return False
+    limit_s, places = DOUBTED * d.policy.heartbeat_timeout_s, (t.Place.REGROUP, t.Place.TRAIN)
     return any(w.still_s >= limit_s and w.place in places and w.ready is None for w in d.members())
 
 

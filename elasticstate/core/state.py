@@ -345,10 +345,12 @@ class Count(NamedTuple):
     ready: int = 0
     draining: int = 0
     suspects: int = 0
+    still: int = 0  # their agents have seen no movement for DOUBTED
 
 
 P = ParamSpec("P")
-_COUNTED = {"joined", "ready", "gone", "draining", "suspect_at"}  # the fields that decide on the kinds
+_COUNTED = {"joined", "ready", "gone", "draining", "suspect_at"}  # the fields that decide on the first four kinds
+DOUBTED = 0.25  # parts of --heartbeat-timeout without a movement of a member, before links are probed
 
 
 class Ledger(Struct, frozen=True, gc=False):
@@ -458,7 +460,8 @@ class Draft:
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
         self.stopped_by = ""  # what stops the job in this step
-        self.booting, self.ready, self.draining, self.suspects = m.count
+        self.booting, self.ready, self.draining, self.suspects, self.still = m.count
+        self._doubted_s = DOUBTED * m.policy.heartbeat_timeout_s
         self.living = dict(m.living)
         self.shards = m.shards
         self._slot_ids: dict[str, set[int]] = {}
@@ -476,7 +479,7 @@ class Draft:
             self.world,
             self.ledger,
             deadlines,
-            Count(self.booting, self.ready, self.draining, self.suspects),
+            Count(self.booting, self.ready, self.draining, self.suspects, self.still),
             self.living,
             self.shards,
         )
@@ -522,10 +525,12 @@ class Draft:
 
     def put(self, worker: Worker, **changes: Any) -> Worker:
         self._members = None
-        changed = replace(worker, **changes)
+        changed, before = replace(worker, **changes), self.workers[worker.id]
         if not _COUNTED.isdisjoint(changes):
-            self._count(self.workers[worker.id], -1)
+            self._count(before, -1)
             self._count(changed, 1)
+        elif before.still_s != changed.still_s:
+            self.still += (changed.still_s >= self._doubted_s) - (before.still_s >= self._doubted_s)
         self.workers[worker.id] = changed
         return changed
 
@@ -534,6 +539,7 @@ class Draft:
         self.ready += by * (worker.ready is not None and not worker.gone)
         self.draining += by * (worker.draining != "" and not worker.gone)
         self.suspects += by * (worker.suspect_at is not None)
+        self.still += by * (worker.still_s >= self._doubted_s)
 
     def by_discovery(self) -> list[Host]:
         """Return all hosts that are or were known, in discovery's order. Hosts without slots come last."""

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -69,6 +70,7 @@ class AgentHandle:
 _LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
 _LOOKS_PER_HEARTBEAT = 5  # a heartbeat to each agent at every 5th check only, because it costs more
 _LONGEST_INTERVAL_S = 1.0
+_ADDRESSES_KEPT_S = 1.0
 _LAST_MOMENT_S = 0.1
 _IN_FLIGHT_S = 1.0  # data of an agent that arrives so long after the next one has dialled in was sent after that
 _LOOK_INTERVAL_S = 0.05
@@ -111,6 +113,7 @@ class Agents:
         self.is_open = False  # for other hosts
         self.ports: tuple[int, ...] = ()  # where agents connect: of the loopback interface, then of all interfaces
         self._addresses: tuple[str, ...] = ()
+        self._reached_at: tuple[float, tuple[str, ...]] = (-inf, ())  # time, and the addresses of this machine then
         self._own_address = ""  # at which the other hosts reach this one; empty: not known
         self._launchers = HostLaunchers(spec.options)
         self._started = 0
@@ -174,10 +177,12 @@ class Agents:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where other hosts reach this driver."""
+        """Where other hosts reach this driver. The addresses of this machine are looked up again after a second."""
+        if _now() > self._reached_at[0] + _ADDRESSES_KEPT_S:
+            self._reached_at = _now(), own_addresses()
         port = split_address(self._spec.options.listen)[1] if self._spec.options.listen else 0
         ports = [port] if port else self.ports[1:]
-        return tuple(host_port(address, port) for address in own_addresses() for port in ports)
+        return tuple(host_port(address, port) for address in self._reached_at[1] for port in ports)
 
     async def learn_own_address(self, hosts: Sequence[str]) -> None:
         """Find the address at which these hosts reach this one, for its workers: it may have several."""

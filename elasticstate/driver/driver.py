@@ -444,7 +444,7 @@ class Driver:
             effects or is_first_commit or has_new_activity or has_new_layout or self._keeper.is_due
         ):  # write first: the record must not be older than what the agents receive
             await self._keeper.keep(m, self._agents.ports, self._state.stepped_at, self._agents.places)
-            self._standbys.look(self._agents.candidates())
+            self._standbys.look(self._agents.candidates)
             self._note_record()
         for effect in effects:
             self._carry_out(effect)

@@ -28,9 +28,9 @@ class Standbys:
         """Return the addresses, by host."""
         return {host: address for host, address in self._chosen.items() if address}
 
-    def look(self, candidates: Iterable[Candidate]) -> None:
+    def look(self, candidates: Callable[[], Iterable[Candidate]]) -> None:
         """Start those that are missing, on the hosts of the agents that have joined first."""
-        for candidate in candidates:
+        for candidate in candidates() if len(self._chosen) < self._number else ():
             host = candidate.host
             if len(self._chosen) < self._number and host not in (LOCALHOST, *self._chosen, *self._failed):
                 self._chosen[host] = ""

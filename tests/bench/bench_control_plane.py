@@ -239,7 +239,11 @@ class Bench:
         return False
 
     def _part(self, first: int, count: int) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--part", str(self.port), self.token, str(first), str(count)]
+        command = [
+            sys.executable,
+            __file__,
+            f"--part={self.port},{self.token},{first},{count}",
+        ]  # tokens may begin with a dash
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self, word: str, *parts: subprocess.Popen[str]) -> dict[str, list[float]]:
@@ -341,10 +345,10 @@ def free_ports(count: int) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 12, 125, 1250])
-    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        port, token, first, count = args.part
+        port, token, first, count = args.part.split(",")
         gc.disable()  # only the driver is measured
         asyncio.run(Part(int(port), token, int(first), int(count)).run())
         return

@@ -14,7 +14,7 @@ from elasticstate.core.figures import NAMES
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting, lease_s
-from elasticstate.core.state import Count, Finishing, Forming, Host, Over, Running, Waiting, Worker
+from elasticstate.core.state import DOUBTED, Count, Finishing, Forming, Host, Over, Running, Waiting, Worker
 from elasticstate.core.step import Membership, Transition, next_deadline
 from tests.kit.simulation.oracle import naive_placements
 
@@ -33,14 +33,15 @@ def each(event: t.Event) -> Iterator[t.Event]:
 
 
 def _is_counted_right(m: Membership) -> None:
-    booting = ready = draining = suspects = 0
+    booting = ready = draining = suspects = still = 0
     for worker_id, worker in m.workers.items():
         booting += worker.booting
         ready += worker.ready is not None and not worker.gone
         draining += bool(worker.draining) and not worker.gone
         suspects += worker.suspect_at is not None
+        still += worker.still_s >= DOUBTED * m.policy.heartbeat_timeout_s
         assert m.slots[worker_id.slot_id].worker == worker_id, "each in its slot"
-    assert m.count == Count(booting, ready, draining, suspects)
+    assert m.count == Count(booting, ready, draining, suspects, still)
     assert Counter(m.living) == Counter(worker.host for worker in m.workers)
     taken = [slot_id for slot_id, slot in m.slots.items() if slot.worker is not None]
     assert len(taken) == len(m.workers), "and nobody else"
