@@ -83,7 +83,7 @@ def command_uses_run(d: Draft, worker_id: t.WorkerId) -> None:
     if d.ledger.first_user is None:
         d.update_ledger(first_user=worker_id)
     if d.ledger.kind == "":
-        d.update_ledger(kind="elastic", round=None, no_progress=0, no_progress_cause=None, failed_at=())
+        d.update_ledger(kind="elastic", round=None, no_progress=0, no_progress_cause=None, resets=0)
 
 
 def store_joined(d: Draft, event: t.PlainStoreJoined) -> None:
@@ -298,7 +298,7 @@ def _end(d: Draft, present: Round, cause: str, more: event_file.PlainEndFields |
 def _change(d: Draft, present: Round, cause: str) -> None:
     """End the round by plan. End the job if planned changes count and exceed --reset-limit."""
     _end(d, present, cause, {"planned": True})
-    if d.policy.counts_changes and (reason := count_reset(d, d.now, "world")):
+    if d.policy.counts_changes and (reason := count_reset(d, "world")):
         fail_job(d, f"{reason}; last: {cause}")
 
 
@@ -315,7 +315,7 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
     first = None if lived_long else ledger.no_progress_cause
     if failure.own_error and _is_plain(d):
         row, first = row + 1, first or failure.cause
-    exceeded = count_reset(d, d.now, "world")
+    exceeded = count_reset(d, "world")
     d.update_ledger(
         restarts=ledger.restarts + 1,
         no_progress=row,
@@ -340,7 +340,7 @@ def _attempt(d: Draft, failure: Failure) -> event_file.PlainEndFields:
     policy, ledger = d.policy, d.ledger
     number, limit = ledger.restarts, None
     if policy.reset_limit is not None:
-        number, limit = len(ledger.failed_at), policy.reset_limit + 1
+        number, limit = ledger.resets, policy.reset_limit + 1
     elif failure.own_error:
         number, limit = ledger.no_progress if _is_plain(d) else ledger.restarts, policy.max_no_progress
     return {"attempt": number, "attempts": limit, "error": exception_line(failure.cause.error)}

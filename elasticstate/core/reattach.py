@@ -38,6 +38,10 @@ class Recorded(Struct, frozen=True, kw_only=True):
     origins: tuple[Origin, ...] = ()  # of the last generations: what a loss of commits is counted from
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
+    resets: int = 0  # these four: see Ledger
+    settled: int = 0
+    no_progress: int = 0
+    no_progress_cause: t.RootCause | None = None
     layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
     replicated: t.CommitId | None = None  # the newest commit whose replication is complete
     rejected: tuple[t.CommitId, ...] = ()  # see Ledger
@@ -70,6 +74,8 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     started = kind == "elastic"
     d.update_ledger(kind=kind, started_at=now, ever_ready=started, next_age=remains.next_age)
     d.update_ledger(highest=remains.highest, durable=remains.durable, rejected=remains.rejected)
+    d.update_ledger(resets=remains.resets, settled=remains.settled)
+    d.update_ledger(no_progress=remains.no_progress, no_progress_cause=remains.no_progress_cause)
     d.update_ledger(holds=remains.epoch << _HOLDS_BITS, restarts=remains.restarts, store_joined=kind == "plain")
     past = remains.past
     d.update_ledger(

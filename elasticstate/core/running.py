@@ -509,13 +509,16 @@ def settle(d: Draft, phase: Forming) -> None:
     if d.world is not None and ledger.own_errors == d.world.size and ledger.own_error is not None:
         become_over(d, False, ledger.own_error, True)
         return
+    if phase.ended <= ledger.settled:  # the last driver has counted it
+        return
+    d.update_ledger(settled=phase.ended)
     if ledger.highest is not None and ledger.highest.generation >= phase.ended:
         d.update_ledger(no_progress=0, no_progress_cause=None)
     elif failure is not None and failure.kind in ("own", "reported", "divergence"):
         d.update_ledger(no_progress=ledger.no_progress + 1, no_progress_cause=ledger.no_progress_cause or failure.cause)
     if failure is None and not policy.counts_changes:
         return
-    exceeded = count_reset(d, phase.since, "generation")
+    exceeded = count_reset(d, "generation")
     if d.ledger.no_progress >= policy.max_no_progress:
         row = d.ledger.no_progress
         reason = f"no progress: {row} generations in a row failed without a commit"
@@ -529,18 +532,18 @@ def settle(d: Draft, phase: Forming) -> None:
         d.warn(f"generation {phase.ended} ended: {failure.cause.reason}{error and f': {error}'}")
 
 
-def count_reset(d: Draft, at: float, what: str) -> str:
+def count_reset(d: Draft, what: str) -> str:
     """Count an end of a world towards --reset-limit. Return the reason for which the job must end, or "".
 
     ``what``: "generation", or "world" for workers without ``run``.
     """
-    policy, ended_at = d.policy, (*d.ledger.failed_at, at)
-    d.update_ledger(failed_at=ended_at[-1 - (policy.reset_limit or 0) :])
-    if policy.reset_limit is None or len(ended_at) <= policy.reset_limit:
+    policy, resets = d.policy, d.ledger.resets + 1
+    d.update_ledger(resets=resets)
+    if policy.reset_limit is None or resets <= policy.reset_limit:
         return ""
-    have = "has" if len(ended_at) == 1 else "have"
+    have = "has" if resets == 1 else "have"
     how = "ended" if policy.counts_changes else "failed"
-    return f"reset limit: {number_of(len(ended_at), what)} {have} {how}, --reset-limit is {policy.reset_limit}"
+    return f"reset limit: {number_of(resets, what)} {have} {how}, --reset-limit is {policy.reset_limit}"
 
 
 # ------------------------------------------------------------------------------------------ decisions by time-out

@@ -369,7 +369,8 @@ class Ledger(Struct, frozen=True, gc=False):
     next_age: int = 0
     no_progress: int = 0  # failed generations in a row without a commit
     no_progress_cause: RootCause | None = None  # the first failure of this row
-    failed_at: tuple[float, ...] = ()  # the times of failed generations, as many as --reset-limit needs
+    resets: int = 0  # ends of worlds that count towards --reset-limit
+    settled: int = 0  # the newest generation whose end was counted
     own_errors: int = 0  # members of the present generation that ended by an error of their own
     own_error: RootCause | None = None  # the first of these errors
     hang: Hang | None = None  # the last generation that hung
