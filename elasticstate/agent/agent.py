@@ -125,7 +125,7 @@ class Agent:
         if not await in_thread(Path(launch.directory).is_dir):
             raise NotADirectoryError(f"{launch.directory}, the directory of the job, does not exist on this host")
         is_witness = launch.is_joining and not launch.slots
-        self._template = None if is_witness else start_template(job)
+        self._template = None if is_witness else await start_template(job)
         supervisor = Supervisor(job)
         self._supervision = asyncio.ensure_future(supervisor.run())
         commits = await job.lock_host()

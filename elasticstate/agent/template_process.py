@@ -78,12 +78,13 @@ def start_command(
     )
 
 
-def start_template(job: HostJob) -> Template | None:
-    """Start the template process, unless it is switched off or of no use for this command."""
+async def start_template(job: HostJob) -> Template | None:
+    """Start the template process, unless it is switched off or of no use for this command. The script is read in a
+    thread: its file system may be slow."""
     if job.options.preload is None or not is_python(job.options.command[0]):
         return None
-    reason = reason_against_template(job.options.command, job.launch.directory, job.environment())
-    if reason:
+    arguments = (job.options.command, job.launch.directory, job.environment())
+    if reason := await in_thread(reason_against_template, *arguments):
         job.warn(f"workers do not fork from the template process, but import torch anew: {reason}")
         return None
     template = Template(job)

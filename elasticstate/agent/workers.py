@@ -351,8 +351,9 @@ class Workers:
                 self._job.warn(
                     f"a worker starts as a new process, which imports torch anew: the template process {error}"
                 )
+        own_command = await in_thread(for_new_process, command, directory, environment)
         with bound(cores):
-            return start_command(for_new_process(command, directory, environment), environment, directory, *descriptors)
+            return start_command(own_command, environment, directory, *descriptors)
 
     def _environment(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> dict[str, str]:
         job = self._job

@@ -50,15 +50,17 @@ def test_a_spare_is_on_another_host_and_a_leaving_host_is_replaced_by_it(tmp_pat
 def test_a_worker_that_completes_no_group_waits_says_why_and_fills_a_gap(tmp_path: Path) -> None:
     sizes = ("-H", "localhost:3", "-np", "2", "--max-np", "4", "--np-multiple", "2")
     with Job(tmp_path, *sizes, *FAST, "--job-name", "groups", steps=80, until=tmp_path / "stop") as job:
-        job.wait_for_event("worker_ready", worker="localhost:2#1")
+        members = job.wait_for_event("world_formed", generation=1)["joined"]
+        (spare,) = {f"localhost:{slot}#1" for slot in range(3)}.difference(members)
+        job.wait_for_event("worker_ready", worker=spare)
         status = subprocess.run(
             [sys.executable, "-m", "elasticstate", "status", "groups"], capture_output=True, text=True, timeout=30
         )
         assert "; spare: worlds have a multiple of 2 workers" in status.stdout, status.stderr
         os.kill(job.pid_of(1), signal.SIGKILL)
         formed = job.wait_for_event("world_formed", generation=2)
-        assert (formed["size"], formed["joined"]) == (2, ["localhost:2#1"])
-        job.wait_for_event("worker_ready", worker="localhost:1#2")  # the new spare
+        assert (formed["size"], formed["joined"]) == (2, [spare])
+        job.wait_for_event("worker_ready", worker=members[1].replace("#1", "#2"))  # the new spare
         (tmp_path / "stop").touch()
         job.finish(0)
         job.check_survival(None)

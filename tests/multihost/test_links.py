@@ -68,7 +68,7 @@ def _goes_on(scene: Scene, struck: float, whole: int, rest: int) -> None:
     assert {found["host"], found["peer"]} in ({"a", "c"}, {"a", "e"}, {"b", "c"}, {"b", "e"})
     text = f"host {found['host']} gets no answer from host {found['peer']}"
     end = scene.wait_for("end", cause=text)
-    assert f"elasticrun: {text}\n" in scene.job.output
+    scene.job.wait_for("a line of the driver", lambda: f"elasticrun: {text}\n" in scene.job.output)
     scene.trains_with(rest)
     assert end["time"] + next_step_after(scene.job, end) - struck < HEARTBEAT_S + REGROUP_S
     assert sum(host.dropped() for host in scene.network.hosts.values()) > 0
