@@ -51,7 +51,8 @@ def test_agents_dial_in_before_and_after_the_driver_comes_and_when_they_were_los
 
         assert "the peer has the token of another job" in refused(stack, network, other, "--wait", "5")
         job.wait_for_event("warning")
-        assert f"refused a connection from {network['c'].address}:" in job.output
+        refusal = f"refused a connection from {network['c'].address}:"
+        job.wait_for("a line about the refusal", lambda: refusal in job.output)
         assert "has another agent" in refused(stack, network, token, "--name", "bee"), "two of one name"
 
         agents.append(stack.enter_context(agent(network, "c", token, "--slots", "1")))

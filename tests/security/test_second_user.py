@@ -74,7 +74,7 @@ def test_commits_that_another_user_has_planted_are_never_unpickled(tmp_path: Pat
             agent.resume()
             assert resumed_at(job, 2) >= step
             job.wait_for_event("warning")
-            assert "another user has taken the name" in job.output
+            job.wait_for("a line about it", lambda: "another user has taken the name" in job.output)
 
             # After the agent has detected the deletion, and made a new directory.
             second = job.wait_for(
