@@ -1,4 +1,4 @@
-"""What a job's limits count, over all its drivers."""
+"""Limits on failures, which count over all drivers of a job."""
 
 from __future__ import annotations
 
