@@ -103,7 +103,8 @@ class DurableUploads:
         else:
             return
         try:
-            if isinstance(order, SaveDurable) and commit == order.saved:
+            if isinstance(order, SaveDurable) and order.saved is not None and commit <= order.saved:
+                # Not newer: what a job has resumed from a copy has an older id until the first commit.
                 end = UploadMessage(kind=UNCHANGED)
             else:
                 end = await self._upload(order, commit, staged)

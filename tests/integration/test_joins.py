@@ -101,7 +101,7 @@ def test_the_death_of_a_newcomer_that_reads_the_state_loses_no_step(tmp_path: Pa
 def test_a_member_dies_while_a_newcomer_reads_the_state(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
     fault = "kill@step:rank=1:generation=2"
-    options = ("-np", "2", "--min-np", "1", *hosts.options, *FAST)
+    options = ("-np", "2", "--min-np", "2", *hosts.options, *FAST)
     with Job(tmp_path, *options, steps=10, until=tmp_path / "stop", fault=[fault], ballast=100) as job:
         job.wait_for_step(10)
         hosts.set("localhost:3")
@@ -117,7 +117,7 @@ def test_a_member_dies_while_a_newcomer_reads_the_state(tmp_path: Path) -> None:
 def test_the_death_of_the_root_while_a_newcomer_waits_for_its_commit(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
     fault = "kill@callback:rank=0"  # in generation 2, before the root has sealed its state
-    options = ("-np", "2", "--min-np", "1", *hosts.options, *FAST)
+    options = ("-np", "2", "--min-np", "2", *hosts.options, *FAST)
     with Job(tmp_path, *options, steps=10, until=tmp_path / "stop", callback=True, fault=[fault]) as job:
         job.wait_for_step(10)
         hosts.set("localhost:3")

@@ -114,6 +114,7 @@ class Host:
         self._port = f"port{number}"
         self._number = number
         self._storage: _Namespaces | None = None
+        self._dropped = 0  # packets, when it last lost power
         self._sshd: subprocess.Popen[bytes] | None = None
 
     @property
@@ -186,6 +187,8 @@ class Host:
 
     def power_off(self) -> None:
         """Cut the link and kill all processes: no FIN and no RST leaves the host."""
+        if self.has_power:
+            self._dropped = self.dropped()
         self.cut()
         self.stop()
 
@@ -243,14 +246,18 @@ class Host:
         self._filter("-A", "INPUT", "-i", "eth0", *rule)
 
     def dropped(self) -> int:
-        """Return the number of packets dropped by rules so far, as proof that a fault took effect."""
+        """Return the number of packets dropped by rules so far, as proof that a fault took effect: until it lost its
+        power, if it has none."""
+        if not self.has_power:
+            return self._dropped
         command = self.storage.enter(self._tables, "-L", "-v", "-x", "-n")
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return sum(int(line.split()[0]) for line in text.splitlines() if " DROP " in line)
 
     def mend(self) -> None:
-        """Remove all rules."""
-        self._filter("-F")
+        """Remove all rules. They end with the power, too."""
+        if self.has_power:
+            self._filter("-F")
 
 
 class Network:
