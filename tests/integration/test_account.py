@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.kit.job import Hosts, Job, Line
 
 STEP_S = 0.05
-FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--job-name")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--job-name")
 EXPECTED = ("boot", "world_formation", "sync", "regroup", "drain", "redone_ticks", "commit_stall", "exit")
 
 

@@ -41,7 +41,7 @@ from tests.kit.series import Series, faults_file
 
 pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
 
-FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--heartbeat-timeout", "2")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--heartbeat-timeout", "2")
 FAST = (*FAST, "--cooldown-range", "0", "600", "--hang-timeout", "5")
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 SCRIPT = {"steps": 10, "step_seconds": 0.05}

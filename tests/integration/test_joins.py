@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.kit.job import Hosts, Job
 
-FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2")
 
 
 def syncs(job: Job, generation: int) -> list[str]:

@@ -12,7 +12,7 @@ from tests.kit.prometheus import PROMETHEUS, WHY, Prometheus, each_panel_has_dat
 
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason=WHY)
 
-FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--cooldown-range", "0", "0")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--cooldown-range", "0", "0")
 
 
 def test_prometheus_sees_a_killed_worker_and_an_alert_fires(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ DESCRIPTORS = 4096
 MALFORMED, HALF, VIEWERS, STREAMS = 2000, 5000, 40, 1000  # of all strangers at all ports together
 MOST_LINES = 100
 ANSWER_S = 1.0
-FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--cooldown-range", "0", "0")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--cooldown-range", "0", "0")
 
 
 class Ports:
