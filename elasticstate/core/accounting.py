@@ -15,10 +15,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from elasticstate.core import event_file, types as t
-from elasticstate.core.commits import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
+from elasticstate.core.commits import NOTHING, lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s, newest
 from elasticstate.core.figures import NAMES, Activity, JobFigures, Losses, Origin
 from elasticstate.core.state import Draft, Forming, Host, Membership, Over, Running, Together, Waiting, Worker
-from elasticstate.core.worlds import NOTHING, newest, survivors_of
+from elasticstate.core.worlds import survivors_of
 
 
 def activity_of(d: Draft) -> Activity:

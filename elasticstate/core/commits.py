@@ -11,7 +11,7 @@ found the commit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -98,7 +98,7 @@ def reject(d: Draft, last: t.CommitId) -> None:
 
 def without_rejected(d: Draft, ready: t.Ready) -> t.Ready:
     """Return READY as from a worker that does not hold rejected commits: it discards them when it enters a world."""
-    if not d.ledger.rejected or not (is_rejected(d, ready.commit) or is_rejected(d, ready.previous)):
+    if not (is_rejected(d, ready.commit) or is_rejected(d, ready.previous)):
         return ready
     left = [each for each in (ready.commit, ready.previous) if each is not None and not is_rejected(d, each)]
     commit, previous = (*left, None, None)[:2]
@@ -148,6 +148,26 @@ def has_job_state(m: Draft | Membership, worker: Worker) -> bool:
     if worker.ready is not None and (commit is None or worker.ready.behind):
         return False
     return not worker.lacked or (commit is not None and commit.generation == m.generation)
+
+
+NOTHING = t.CommitId(0, 0)
+"""Older than every commit."""
+
+
+def held(worker: Worker) -> t.CommitId:
+    """Return the commit of a READY worker, which equals its live state (I10), or NOTHING."""
+    return (worker.ready.commit if worker.ready is not None else None) or NOTHING
+
+
+def newest(workers: Iterable[Worker]) -> t.CommitId:
+    """Return the newest commit of ``workers``, or NOTHING."""
+    return max(map(held, workers), default=NOTHING)
+
+
+def only_holder(draining: Iterable[Worker], stay: Iterable[Worker]) -> Worker | None:
+    """Return the READY draining worker with a newer commit than all that ``stay``: it must be in one more world."""
+    holder = max(draining, key=lambda w: (held(w), -w.age, w.id), default=None)
+    return holder if holder is not None and held(holder) > newest(stay) else None
 
 
 # ---------------------------------------------------------------------------------------------------------- uncommitted

@@ -21,7 +21,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from elasticstate.core import event_file, types as t
-from elasticstate.core.commits import has_job_state
+from elasticstate.core.commits import has_job_state, held, newest, only_holder
 from elasticstate.core.state import (
     DOUBTED,
     Draft,
@@ -213,7 +213,8 @@ def cut_off(m: Draft | Membership) -> frozenset[str]:
     ready = [worker for worker in found if not worker.draining]
     holders = ready
     if not members and not m.shards.layouts:
-        ready += _only_holder(ready, found)
+        late = only_holder([worker for worker in found if worker.draining], ready)
+        ready += [late] if late is not None else []
         holders = _holders(m, ready)
     return behind | _behind(m, members | _largest_part(m, ready, {worker.id for worker in holders}))
 
@@ -252,19 +253,8 @@ def _behind(m: Draft | Membership, hosts: set[str]) -> frozenset[str]:
 def _holders(m: Draft | Membership, ready: list[Worker]) -> list[Worker]:
     """Return the READY workers of which one must be in the next world, so that no commit that all members have sealed
     is lost: those of the newest world that had the job's state there; without any, those with the newest commit."""
-    newest = max(map(_held, ready), default=None)
-    return [w for w in ready if has_job_state(m, w)] or [w for w in ready if _held(w) == newest]
-
-
-def _only_holder(stay: list[Worker], ready: list[Worker]) -> list[Worker]:
-    """Return the draining worker with a newer commit than all that stay, if any: it must be in one more world."""
-    newest = max(map(_held, stay), default=t.CommitId(0, 0))
-    newer = [worker for worker in ready if worker.draining and _held(worker) > newest]
-    return sorted(newer, key=lambda w: (_held(w), -w.age, w.id))[-1:]
-
-
-def _held(worker: Worker) -> t.CommitId:
-    return (worker.ready.commit if worker.ready is not None else None) or t.CommitId(0, 0)
+    best = newest(ready)
+    return [w for w in ready if has_job_state(m, w)] or [w for w in ready if held(w) == best]
 
 
 def _largest_part(m: Draft | Membership, workers: list[Worker], holders: set[t.WorkerId]) -> set[str]:
@@ -284,9 +274,9 @@ def _largest_part(m: Draft | Membership, workers: list[Worker], holders: set[t.W
 
     def preference(part: Set[str]) -> tuple[tuple[t.CommitId, int], list[int], list[int]]:
         inside = [worker for host in part | free for worker in on[host]]
-        newest = max((_held(worker), -worker.age) for worker in inside)
+        best = max((held(worker), -worker.age) for worker in inside)
         ages = [-age for age in sorted(worker.age for worker in inside)]
-        return newest, ages, [-order for order in sorted(m.hosts[host].order for host in part)]
+        return best, ages, [-order for order in sorted(m.hosts[host].order for host in part)]
 
     if not foes:
         return set(on)

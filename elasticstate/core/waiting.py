@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 
 from elasticstate.core import event_file, links, types as t
-from elasticstate.core.commits import awaited, has_job_state
+from elasticstate.core.commits import NOTHING, awaited, has_job_state, newest
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.divergence import reject_unequal
 from elasticstate.core.health import check_ticks, reports_until, standstill_deadlines
@@ -51,7 +51,7 @@ from elasticstate.core.slots import (
 )
 from elasticstate.core.state import NEW_SLOT, Draft, Failure, Forming, Waiting, Worker, is_live
 from elasticstate.core.types import listed, number_of
-from elasticstate.core.worlds import NOTHING, choose, durable_source, may_hold_more, newest, postponed, staying
+from elasticstate.core.worlds import choose, durable_source, may_hold_more, postponed, staying
 
 # -------------------------------------------------------------------------------------------------------------- misfits
 # Misfits: new processes that cannot load the state of the job, because the training has changed its structure.

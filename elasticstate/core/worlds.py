@@ -10,6 +10,7 @@ from math import inf
 from msgspec.structs import replace
 
 from elasticstate.core import links, types as t
+from elasticstate.core.commits import NOTHING, held, newest, only_holder
 from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker
 
 # ----------------------------------------------------------------------------------------------------------- assignment
@@ -89,8 +90,6 @@ def choose_keepers(
 
 
 _MOST_SOURCES = 1000
-NOTHING = t.CommitId(0, 0)
-"""Older than every commit."""
 
 
 def staying(d: Draft) -> list[Worker]:
@@ -107,16 +106,6 @@ def candidates(d: Draft) -> list[Worker]:
     return found
 
 
-def held(worker: Worker) -> t.CommitId:
-    """Return the commit of a READY worker, which equals its live state (I10), or NOTHING."""
-    return (worker.ready.commit if worker.ready is not None else None) or NOTHING
-
-
-def newest(workers: Iterable[Worker]) -> t.CommitId:
-    """Return the newest commit of ``workers``, or NOTHING."""
-    return max(map(held, workers), default=NOTHING)
-
-
 def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
     """Return the draining READY worker that must join one more world: it holds a newer commit than all ``stay`` (I3,
     I15). In a sharded job its agent holds the commit."""
@@ -126,8 +115,7 @@ def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
     if d.ledger.links.cut and draining:
         hosts = {worker.id.host for worker in stay}
         draining = [worker for worker in draining if not links.enemies(d, worker.id.host) & hosts]
-    holder = max(draining, key=lambda w: (held(w), -w.age, w.id), default=None)
-    return holder if holder is not None and held(holder) > newest(stay) else None
+    return only_holder(draining, stay)
 
 
 def choose(d: Draft) -> list[Worker]:

@@ -113,7 +113,7 @@ class Agents:
         self.is_open = False  # for other hosts
         self.ports: tuple[int, ...] = ()  # where agents connect: of the loopback interface, then of all interfaces
         self._addresses: tuple[str, ...] = ()
-        self._reached_at: tuple[float, tuple[str, ...]] = (-inf, ())  # time, and the addresses of this machine then
+        self._found_at: tuple[float, tuple[str, ...]] = (-inf, ())  # time, and the addresses of this machine then
         self._own_address = ""  # at which the other hosts reach this one; empty: not known
         self._launchers = HostLaunchers(spec.options)
         self._started = 0
@@ -178,11 +178,11 @@ class Agents:
     @property
     def places(self) -> tuple[str, ...]:
         """Where other hosts reach this driver. The addresses of this machine are looked up again after a second."""
-        if _now() > self._reached_at[0] + _ADDRESSES_KEPT_S:
-            self._reached_at = _now(), own_addresses()
+        if _now() > self._found_at[0] + _ADDRESSES_KEPT_S:
+            self._found_at = _now(), own_addresses()
         port = split_address(self._spec.options.listen)[1] if self._spec.options.listen else 0
         ports = [port] if port else self.ports[1:]
-        return tuple(host_port(address, port) for address in self._reached_at[1] for port in ports)
+        return tuple(host_port(address, port) for address in self._found_at[1] for port in ports)
 
     async def learn_own_address(self, hosts: Sequence[str]) -> None:
         """Find the address at which these hosts reach this one, for its workers: it may have several."""

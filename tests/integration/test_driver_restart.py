@@ -109,6 +109,20 @@ def test_a_death_while_there_is_no_driver_is_dealt_with_by_the_next_one(tmp_path
         )
 
 
+def test_failures_count_towards_the_reset_limit_over_all_drivers(tmp_path: Path, name: str) -> None:
+    limits = ("-np", "2", "--min-np", "2", "--reset-limit", "1", "--cooldown-range", "0", "0", "--job-name", name)
+    with Job(tmp_path, *limits, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(5)
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        job.wait_for_event("training_resumed")
+        kill_the_driver(job, name)
+        job.start(*job.arguments)
+        job.wait_for_event("driver_restarted")
+        os.kill([line["pid"] for line in job.log("enter") if line["rank"] == 1][-1], signal.SIGKILL)
+        job.wait_for("the end of the job", lambda: job.process.poll() is not None)
+        assert "root cause: reset limit: 2 generations have failed, --reset-limit is 1" in job.output
+
+
 def test_an_agent_and_its_workers_that_die_with_the_driver_are_replaced(tmp_path: Path, name: str) -> None:
     with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
         job.wait_for_step(5)

@@ -339,6 +339,27 @@ def test_the_only_holder_of_the_state_is_awaited_if_its_host_drains_behind_a_cut
     assert published(effects).lacking == (1,)
 
 
+def test_the_only_holder_of_the_state_that_drains_forms_a_world_with_those_it_reaches() -> None:
+    """The other part is as large, and has no state."""
+    script = """
+    0.0 hosts a:1
+    0.1 agent-joined a
+    1.0 ready a:0#1
+    1.2 first a:0#1 in=1
+    2.0 heartbeat a:0#1 in=1 ticks=9 commit=1.9
+    3.0 hosts a:1 b:1 c:1
+    3.1 agent-joined b + agent-joined c
+    6.0 ready b:0#1 + ready c:0#1
+    6.1 answer a:0#1 in=1 ticks=20
+    6.2 ready a:0#1 in=1 commit=1.21
+    9.0 heartbeat a:0#1 in=2 place=regroup still=2.6
+    13.0 probed a order=1 cut=b + probed b order=1 + probed c order=1
+    13.1 agent-draining a spot
+    13.2 ready a:0#1 in=2 commit=1.21 + ready b:0#1 in=2 + ready c:0#1 in=2
+    """
+    assert members(drive(script, np=1, min_np=1, max_np=3)[1]) == ["a:0#1", "c:0#1"]
+
+
 def test_a_host_that_reaches_no_other_is_left_out_of_a_hundred_quickly() -> None:
     m = job({f"h{number}": 8 for number in range(100)})
     begun = process_time()
