@@ -97,7 +97,8 @@ def _place() -> _Place | None:
     """Return the place of a tensor's version; None if there is not exactly one candidate."""
     try:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
-            tensors = [torch.zeros(1) for _ in _SAMPLE_VERSIONS] + [torch.nn.Parameter(torch.zeros(1))]
+            tensors = [torch.zeros(1, device="cpu") for _ in _SAMPLE_VERSIONS]
+            tensors.append(torch.nn.Parameter(torch.zeros(1, device="cpu")))
             with torch.no_grad():
                 for tensor, version in zip(tensors, (*_SAMPLE_VERSIONS, 401), strict=True):
                     for _ in range(version):

@@ -199,7 +199,7 @@ def _start_alltoall(
         lengths.extend(row[members.index] for row in Channel(members.group, 0).numbers_of_all(given))
         output = own.new_empty(sum(lengths), *own.shape[1:])
         work = dist.all_to_all_single(raw(output), raw(own), lengths, given, members.group, async_op=True)
-        template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
         return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation, span)
 
     return negotiation.start(call, members, launch, waits)
@@ -525,7 +525,9 @@ def sparse_allreduce_async(
         found = values.wait()
         if op is Op.AVERAGE:
             found = found / members.size
-        return torch.sparse_coo_tensor(indices.wait().t(), found, tensor.shape, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            indices.wait().t(), found, tensor.shape, check_invariants=True, device=found.device
+        )
 
     return SparseHandle((), finish, members.generation, parts=(indices, values))
 
@@ -575,5 +577,5 @@ def _gradient(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
     if parameter.grad is None:
         indices = torch.empty(dimensions, 0, dtype=torch.int64, device=parameter.device)
         values = parameter.detach().new_empty(0, *parameter.shape[dimensions:])
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True, device=values.device)
     return parameter.grad.to_sparse(dimensions) if parameter.grad.layout is torch.strided else parameter.grad

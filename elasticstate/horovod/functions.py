@@ -82,7 +82,7 @@ def broadcast_optimizer_state(
         return
     forms, values = cloudpickle.loads(channel.receive())
     for name, shape, dtype in forms:
-        values[name] = torch.empty(shape, dtype=dtype)
+        values[name] = torch.empty(shape, dtype=dtype, device="cpu")
         channel.broadcast(_bytes(values[name]))
     state.apply(values)
 

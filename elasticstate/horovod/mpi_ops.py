@@ -169,7 +169,7 @@ def join(device: int = -1) -> int:
         if not header.fails:
             _end_ticks_up_to(header.ticks)
             _take_part(header)
-    most = torch.tensor([members.index if is_last else -1, negotiation.ticks()])
+    most = torch.tensor([members.index if is_last else -1, negotiation.ticks()], device="cpu")
     with failures_named():
         dist.all_reduce(most, dist.ReduceOp.MAX)
     last, ticks = most.tolist()
@@ -214,5 +214,5 @@ def _nothing(op: Op, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor that does not change the result of ``op``."""
     if op in (Op.MIN, Op.MAX):
         limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        return torch.full((elements,), limits.max if op is Op.MIN else limits.min, dtype=dtype)
-    return torch.full((elements,), 1 if op is Op.PRODUCT else 0, dtype=dtype)
+        return torch.full((elements,), limits.max if op is Op.MIN else limits.min, dtype=dtype, device="cpu")
+    return torch.full((elements,), 1 if op is Op.PRODUCT else 0, dtype=dtype, device="cpu")

@@ -284,7 +284,7 @@ def _exchange(call: Call | None, members: Members, yields: bool = False) -> Call
     try:
         with failures_named():
             own = fingerprint(call)
-            union = torch.tensor([own], dtype=torch.int64)
+            union = torch.tensor([own], dtype=torch.int64, device="cpu")
             dist.all_reduce(union, dist.ReduceOp.BOR, members.group)
             if are_equal(own, int(union.item())):
                 return None
@@ -301,7 +301,7 @@ def _send_header(call: Call | None, members: Members, has_offers: bool) -> CallH
         padded = [*call.numbers, 0, 0, 0][:3]
         wrong = int(bool(call.wrong))
         numbers = [1, 0, wrong, int(has_offers), ticks(), call.kind, *padded, call.digest, -call.digest]
-    header = torch.tensor(numbers, dtype=torch.int64)
+    header = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     dist.all_reduce(header, dist.ReduceOp.MAX, members.group)
     trains, joined, wrong, offers, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
     numbers_of_call = first, second, third

@@ -74,7 +74,7 @@ class PeerStorage:
         """Map the whole file, with all its pages. No process shortens the file, so SIGBUS cannot occur."""
         length = os.fstat(self._buffers[index]).st_size
         if not length:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         known = self._mapped.get(index)
         if known is None or known.numel() < length:
             mapped = mmap.mmap(self._buffers[index], length, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)

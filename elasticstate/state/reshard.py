@@ -415,7 +415,7 @@ class CommitCopies:
                 places[entry.offset] = end
                 end = round_up(end + entry.size_bytes, ALIGNMENT_BYTES)
             entries.append(Entry(entry.name, entry.dtype, entry.shape, places[entry.offset], entry.size_bytes))
-        memory = torch.empty(end, dtype=torch.uint8)
+        memory = torch.empty(end, dtype=torch.uint8, device="cpu")
         content = memory.numpy().data
         sizes = {entry.offset: entry.size_bytes for entry in entries}
         ranges = [(frame.tensors + at, content[to : to + sizes[to]]) for at, to in places.items() if sizes[to]]
@@ -554,7 +554,7 @@ class CommitCopies:
     def _stage(self, opened: _Opened, items: Sequence[RegionRead]) -> None:
         """Read items into a staging buffer, as many at once as it has place for, and copy them into their targets."""
         sizes = [round_up(staged_bytes(item), ALIGNMENT_BYTES) for item in items]
-        staging = torch.empty(min(max(STAGING_BYTES, max(sizes)), sum(sizes)), dtype=torch.uint8)
+        staging = torch.empty(min(max(STAGING_BYTES, max(sizes)), sum(sizes)), dtype=torch.uint8, device="cpu")
         content = staging.numpy().data
         ranges: list[tuple[int, memoryview]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -669,7 +669,7 @@ def check_reshard(
 def _read(copies: CommitCopies, place: ShardPlace) -> _Measured:
     """Read a part of the commit."""
     _, dtype = copies.find(place.name)
-    piece = Piece(torch.empty(place.sizes, dtype=dtype), Shard(place.shape, place.offsets))
+    piece = Piece(torch.empty(place.sizes, dtype=dtype, device="cpu"), Shard(place.shape, place.offsets))
     copies.load({place.name: piece})
     return place, content_sum(piece)
 
@@ -716,9 +716,9 @@ def content_sum(piece: Piece) -> int:
 
 def _positions(sizes: Iterable[int], shape: tuple[int, ...], offsets: tuple[int, ...]) -> torch.Tensor:
     """Return the index of each element of a block in the flattened whole tensor."""
-    found = torch.zeros((), dtype=torch.int64)
+    found = torch.zeros((), dtype=torch.int64, device="cpu")
     for d, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        found = found.unsqueeze(-1) + (torch.arange(size) + offset) * math.prod(shape[d + 1 :])
+        found = found.unsqueeze(-1) + (torch.arange(size, device="cpu") + offset) * math.prod(shape[d + 1 :])
     return found
 
 

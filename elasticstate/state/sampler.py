@@ -49,8 +49,8 @@ class Order:
     def indices(self, epoch: int, start: int, count: int, step: int = 1) -> torch.Tensor:
         """Return the samples at positions ``start``, ``start + step``, ...: ``int64[count]``."""
         if not self.shuffle:
-            return start + step * torch.arange(count)
-        found = torch.empty(count, dtype=torch.int64)
+            return start + step * torch.arange(count, device="cpu")
+        found = torch.empty(count, dtype=torch.int64, device="cpu")
         permute(found, self.n, self.seed, epoch, start, step)
         return found
 

@@ -227,17 +227,17 @@ class Channel:
         self.broadcast(sent[FIRST_BYTES:])
 
     def receive(self) -> bytes:
-        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
         self._broadcast(first)
         whole = first.numpy().tobytes()
         end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
-        rest = torch.empty(max(0, end - FIRST_BYTES), dtype=torch.uint8)
+        rest = torch.empty(max(0, end - FIRST_BYTES), dtype=torch.uint8, device="cpu")
         self.broadcast(rest)
         return whole[_LENGTH_BYTES:end] + rest.numpy().tobytes()
 
     def numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank, by rank. All ranks pass equally many numbers. One collective."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         return [row.tolist() for row in self._gather(mine)]
 
     def messages_of_all(self, message: bytes) -> list[bytes]:

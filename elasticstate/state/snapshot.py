@@ -95,7 +95,7 @@ class PrivateStorage:
         self.page = ControlPage(None)
         self.owner = secrets.token_bytes(16)
         self.key = secrets.token_bytes(32)
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def renew(self) -> None:
         """Do nothing: no other process can make this page stale."""
@@ -104,7 +104,8 @@ class PrivateStorage:
         return self._buffers[index]
 
     def grow(self, index: int, size_bytes: int) -> torch.Tensor:
-        self._buffers[index] = torch.empty(0, dtype=torch.uint8)  # release the old memory before taking more
+        # release the old memory before taking more
+        self._buffers[index] = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._buffers[index] = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
         return self._buffers[index]
 
@@ -434,7 +435,7 @@ class Buffer:
         if self.memory.numel() < size_bytes:
             self.unpin()
             self._header = self._places = None
-            self.memory = torch.empty(0, dtype=torch.uint8)
+            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             self.memory = self._storage.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
 
     def grow_ahead(self, size_bytes: int) -> None:

@@ -311,7 +311,7 @@ def fill(size_bytes: int) -> None:
     """
     if _keeps and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         count = min(size_bytes, KEPT_BYTES) // _FILL_BYTES
-        _ = [torch.zeros(_FILL_BYTES, dtype=torch.uint8) for _ in range(count)]
+        _ = [torch.zeros(_FILL_BYTES, dtype=torch.uint8, device="cpu") for _ in range(count)]
 
 
 _sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats

@@ -101,7 +101,7 @@ def _try_gloo(timeout_s: float) -> None:
     try:
         store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         context.create(Rendezvous(store, "check", "check", 0, 1, timeout, timeout, lambda: None))
-        value = torch.ones(1)
+        value = torch.ones(1, device="cpu")
         dist.all_reduce(value)
         _report(gloo_works=value.item() == 1)
         context.destroy()
@@ -191,7 +191,7 @@ def _exchange(
         store.set_timeout(limit)
         with addresses.explained(at):
             group: Any = dist.ProcessGroupGloo(PrefixStore("gloo", at.store), rank, size, limit)
-        total = torch.ones(1)
+        total = torch.ones(1, device="cpu")
         group.allreduce([total]).wait()
         if total.item() != size:
             raise RuntimeError(f"an all-reduce of {size} ones gave {total.item():g}")

@@ -48,7 +48,8 @@ def program(*places: str, usual: tuple[str, ...] = BASE) -> Callable[[Program], 
 
 def inputs(step: int, *shape: int) -> torch.Tensor:
     """Return the inputs of a step, which are the same on all ranks and in each attempt at the step."""
-    return torch.randn(shape or (8, 4), generator=torch.Generator().manual_seed(1000 + step))
+    chosen = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(shape or (8, 4), generator=chosen, device="cpu")
 
 
 def net(width: int = 8) -> nn.Sequential:
@@ -833,6 +834,28 @@ def hidden_state_of_a_recurrent_net(z: Keeper | Part) -> None:
         state.hidden = hidden.detach()
 
     loop(z, state, step)
+
+
+@program()
+def another_default_device(z: Keeper) -> None:
+    """All that names no device is on another one than the model: for the script, as for all that it calls."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        torch.set_default_device("meta")
+        while z.goes_on(state):
+            descend(z, ddp, optimizer, state.step)
+            state.step += 1
+            z.commit(state)
+
+    torch.set_default_device("meta")
+    train(state)
+    torch.set_default_device("cpu")
+    z.finish(state)
 
 
 @program()

@@ -194,7 +194,7 @@ class NcclBackend:
         addresses.use_for_nccl(environment.local_address)
         self._device = torch.device("cuda", slot)
         torch.cuda.set_device(slot)
-        self._scratch = torch.zeros(1).cuda(slot)
+        self._scratch = torch.zeros(1, device="cpu").cuda(slot)
 
     def context(self) -> NcclContext:
         return NcclContext(self._scratch, self._device, self.name)
