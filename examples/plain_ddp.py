@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 class Trainer:
     def __init__(self, model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, snapshot: Path) -> None:
         self.rank = int(os.environ["RANK"])
+        self.device = next(model.parameters()).device
         self.loader = loader
         self.optimizer = optimizer
         self.snapshot = snapshot
         self.epoch = 0
         if snapshot.exists():
-            loaded = torch.load(snapshot)
+            loaded = torch.load(snapshot, map_location=self.device)
             model.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
             self.epoch = loaded["epoch"]
@@ -38,7 +39,7 @@ class Trainer:
             self.loader.sampler.set_epoch(self.epoch)
             for inputs, targets in self.loader:
                 self.optimizer.zero_grad()
-                loss = nn.functional.mse_loss(self.model(inputs), targets)
+                loss = nn.functional.mse_loss(self.model(inputs.to(self.device)), targets.to(self.device))
                 loss.backward()
                 self.optimizer.step()
             self.epoch += 1
@@ -62,15 +63,15 @@ def main() -> None:
     parser.add_argument("--snapshot", type=Path, default=Path("snapshot.pt"))
     args = parser.parse_args()
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
     inputs = torch.randn(2048, 20)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = DataLoader(data, args.batch_size, sampler=DistributedSampler(data))
-    model = nn.Linear(20, 1)
+    model = nn.Linear(20, 1).to(device)
     Trainer(model, loader, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), args.snapshot).train(args.epochs)
     dist.destroy_process_group()
 
