@@ -409,6 +409,7 @@ class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
     tied: dict[str, str]  # name -> the name under which the bytes are stored
     order: list[str] | None  # all names in capture order; None: capture order is the stored order
     sharding: Sharding = NO_SHARDING
+    strides: dict[str, tuple[int, ...]] = {}  # name -> those of a tensor that was captured in another order than C's
 
 
 class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):

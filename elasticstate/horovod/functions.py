@@ -81,14 +81,17 @@ def broadcast_optimizer_state(
             channel.broadcast(_bytes(tensor.detach().cpu().contiguous()))
         return
     forms, values = cloudpickle.loads(channel.receive())
-    for name, shape, dtype in forms:
-        values[name] = torch.empty(shape, dtype=dtype, device="cpu")
-        channel.broadcast(_bytes(values[name]))
+    for name, shape, strides, dtype in forms:
+        content = torch.empty(shape, dtype=dtype, device="cpu")
+        channel.broadcast(_bytes(content))
+        values[name] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu").copy_(content)
     state.apply(values)
 
 
-def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return shape, strides and dtype. Fused optimizers need the strides of the parameter."""
+    like = torch.empty_like(tensor, device="meta")  # without the holes of a part of another tensor
+    return tuple(tensor.shape), like.stride(), tensor.dtype
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from elasticstate.compat.dtensors import Split
 from elasticstate.compat.modules import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
+from elasticstate.state.layout import unusual_strides
 from elasticstate.state.loader import is_stateful
 from elasticstate.state.module_state import Walk, load_buffers, load_modes, modes
 from elasticstate.state.optimizer_state import arrange_groups, check_settings, is_plain_optimizer, owned_by
@@ -65,14 +66,18 @@ class RestoreTargets:
         name: str,
         device: torch.device,
     ) -> torch.Tensor:
-        """Do what ``tensor`` does, for a DTensor in the state of an optimizer that belongs to ``parameter``.
+        """Do what ``tensor`` does, for a tensor in the state of an optimizer that belongs to ``parameter``.
 
-        ``splits``: its placements in the commit. None: those of the parameter, which may be others now.
+        ``splits``: placements of a DTensor in the commit. None: those of the parameter, which may be others now.
 
         Raises StateError if the placements are not the parameter's, and cannot be those of a tensor in this world.
         """
         shape, dtype = self._copies.find(name)
-        if _fits(live, shape, dtype) or not dtensors.is_dtensor(parameter):
+        if not dtensors.is_dtensor(parameter):
+            if not _fits(live, shape, dtype) and shape == parameter.shape:
+                live = torch.empty_like(parameter, dtype=dtype, device=device)  # fused optimizers need equal strides
+            return self.tensor(live, name, device)
+        if _fits(live, shape, dtype):
             return self.tensor(live, name, device)
         like: Any = parameter
         mesh = like.device_mesh
@@ -84,7 +89,9 @@ class RestoreTargets:
             )
         coordinate = mesh.get_coordinate()
         _, sizes = chunk_of(shape, tuple(mesh.shape), tuple(coordinate), placed) if coordinate else ((), (0,))
-        local = torch.empty(sizes, dtype=dtype, device=dtensors.local_of(like).device)
+        near = dtensors.local_of(like)
+        is_like = tuple(near.shape) == tuple(sizes)
+        local = torch.empty_like(near, dtype=dtype) if is_like else torch.empty(sizes, dtype=dtype, device=near.device)
         made: torch.Tensor = dtensors.like(like, splits, local, shape)
         self.add(name, made)
         return made
@@ -94,7 +101,7 @@ def _fits(live: object, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Return True if a live tensor can be overwritten with a content of this shape and dtype."""
     if not isinstance(live, torch.Tensor) or tuple(live.shape) != shape or live.dtype != dtype:
         return False
-    return dtensors.is_dtensor(live) or live.is_contiguous()
+    return dtensors.is_dtensor(live) or live.is_contiguous() or bool(unusual_strides(shape, live.stride()))
 
 
 class AttachedOptimizer:

@@ -89,7 +89,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
     """One tensor or array, in C order. ``dtype``: ``"torch.float32"``, or numpy's ``"<f4"``.
 
     ``offset`` counts from the beginning of the tensors, in bytes. Tied tensors have separate entries and share the
-    bytes.
+    bytes. ``strides``: of the tensor that was captured, if they are others than those of C order, and it had no holes.
     """
 
     name: str
@@ -97,6 +97,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     offset: int
     size_bytes: int
+    strides: tuple[int, ...] = ()
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
@@ -137,22 +138,42 @@ def alignment_of(dtype: str) -> int:
     return kind.itemsize if kind is not None else np.dtype(dtype).alignment
 
 
-def lay_out(described: list[tuple[str, str, tuple[int, ...], int, object]]) -> Layout:
-    """Give each of (name, dtype, shape, bytes, key) a place. Values with the same key are tied.
+def unusual_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides if they are others than those of C order, and the elements fill their memory; else ()."""
+    if strides == c_strides(shape):
+        return ()
+    end = 1
+    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):
+        if stride != end:
+            return ()
+        end *= size
+    return strides
+
+
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of C order, in elements, as torch counts them."""
+    found = [1] * len(shape)
+    for d in range(len(shape) - 1, 0, -1):
+        found[d - 1] = found[d] * max(shape[d], 1)
+    return tuple(found)
+
+
+def lay_out(described: list[tuple[str, str, tuple[int, ...], int, tuple[int, ...], object]]) -> Layout:
+    """Give each of (name, dtype, shape, bytes, strides, key) a place. Values with the same key are tied.
 
     The values with the largest items come first: then all are aligned, without holes.
     """
     first: dict[object, int] = {}
-    source = [first.setdefault(key, i) for i, (_, _, _, _, key) in enumerate(described)]
-    alignments = {dtype: alignment_of(dtype) for dtype in {dtype for _, dtype, _, _, _ in described}}
+    source = [first.setdefault(key, i) for i, (*_, key) in enumerate(described)]
+    alignments = {dtype: alignment_of(dtype) for dtype in {dtype for _, dtype, *_ in described}}
     end = 0
     offsets: dict[int, int] = {}
     for i in sorted(first.values(), key=lambda i: -alignments[described[i][1]]):
         offsets[i] = end
         end += described[i][3]
     entries = [
-        Entry(name, dtype, shape, offsets[at], size)
-        for (name, dtype, shape, size, _), at in zip(described, source, strict=True)
+        Entry(name, dtype, shape, offsets[at], size, strides)
+        for (name, dtype, shape, size, strides, _), at in zip(described, source, strict=True)
     ]
     return Layout(entries, end)
 
@@ -211,7 +232,8 @@ def _encode(layout: Layout, random_bytes: int, sharding: Sharding) -> tuple[int,
         stored[entry.name] = Stored(name, shape, (start, start + entry.size_bytes))
     names = [entry.name for entry in layout.entries]
     in_order = [name for name in stored if name != RANDOM] == names
-    notes = Notes(VERSION, kinds, tied, None if in_order else names, sharding)
+    strides = {entry.name: entry.strides for entry in layout.entries if entry.strides}
+    notes = Notes(VERSION, kinds, tied, None if in_order else names, sharding, strides)
     info = sharding_info(stored, (RANDOM, OBJECTS), sharding) if sharding.names else ""
     metadata = Metadata("pt", msgspec.json.encode(notes).decode(), info)
     text = msgspec.json.encode({METADATA: metadata, **stored})
@@ -268,6 +290,11 @@ def _frame(stored: dict[str, Stored], notes: Notes, begin: int, size: int) -> Fr
         _require(name not in entries and owner in stored, f"{name} is tied to a tensor that does not exist")
         found = entries[owner]
         entries[name] = Entry(name, found.dtype, found.shape, found.offset, found.size_bytes)
+    for name, strides in notes.strides.items():
+        _require(name in entries, f"{name} has strides and does not exist")
+        is_valid = len(strides) == len(entries[name].shape) and bool(unusual_strides(entries[name].shape, strides))
+        _require(is_valid and torch_dtype(entries[name].dtype) is not None, f"{name} has invalid strides")
+        entries[name] = msgspec.structs.replace(entries[name], strides=strides)
     names = list(stored) if notes.order is None else notes.order
     _require(len(names) == len(entries) and entries.keys() == set(names), "the order does not contain all names")
     layout = Layout([entries[name] for name in names], tensors_bytes)

@@ -268,7 +268,9 @@ class ElasticDataLoader(Position):
         if self._forked_for != (world_generation(), length):
             end_persistent_workers(self._loader)  # they have the rank of the last world, and the data set as it was
             self._forked_for = world_generation(), length
-        for batch in self._loader:
+        with torch.device("cpu"):  # torch's loader draws a number with our generator, on the script's default device
+            batches = iter(self._loader)
+        for batch in batches:
             if self._changes != changes:
                 raise UsageError(
                     "The loader was restored, given another epoch, or iterated over a second time, inside a 'for' "

@@ -414,7 +414,7 @@ class CommitCopies:
             if entry.offset not in places:
                 places[entry.offset] = end
                 end = round_up(end + entry.size_bytes, ALIGNMENT_BYTES)
-            entries.append(Entry(entry.name, entry.dtype, entry.shape, places[entry.offset], entry.size_bytes))
+            entries.append(msgspec.structs.replace(entry, offset=places[entry.offset]))
         memory = torch.empty(end, dtype=torch.uint8, device="cpu")
         content = memory.numpy().data
         sizes = {entry.offset: entry.size_bytes for entry in entries}

@@ -53,6 +53,7 @@ from elasticstate.state.layout import (
     number_of,
     parse_header,
     round_up,
+    unusual_strides,
     view,
 )
 from elasticstate.state.values import Array, Captured, Values, canonical, dumps, flat_bytes, is_array, split_by_kind
@@ -111,7 +112,7 @@ class PrivateStorage:
 
 
 Tensor = torch.Tensor
-Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, object]"  # see layout.lay_out
+Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, tuple[int, ...], object]"  # see layout.lay_out
 
 RANDOM_GRANULE_BYTES = 4096
 RANDOM_SLACK_BYTES = 1024  # the pickle of the random state varies by some bytes
@@ -290,15 +291,15 @@ def _array_features(arrays: dict[str, np.ndarray[Any, Any]]) -> list[object]:
 
 def _describe_array(name: str, array: np.ndarray[Any, Any]) -> Described:
     dtype, shape = array.dtype.str, array.shape
-    return name, dtype, shape, array.nbytes, ("numpy", _array_address(array), dtype, shape, array.strides)
+    return name, dtype, shape, array.nbytes, (), ("numpy", _array_address(array), dtype, shape, array.strides)
 
 
 def _describe_tensor(name: str, tensor: Tensor) -> Described:
     check_dense(name, tensor)
-    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    dtype, shape, strides = dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride()
     bits = tensor.is_conj(), tensor.is_neg()
-    key = (tensor.device, tensor.data_ptr(), dtype, shape, tensor.stride(), bits)
-    return name, dtype, shape, tensor.numel() * tensor.element_size(), key
+    key = (tensor.device, tensor.data_ptr(), dtype, shape, strides, bits)
+    return name, dtype, shape, tensor.numel() * tensor.element_size(), unusual_strides(shape, strides), key
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

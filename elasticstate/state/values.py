@@ -132,7 +132,8 @@ def load_value(target: object, values: Captured, name: str, device: torch.device
     """Call ``write_into`` for a value by its name, unless ``target`` is loaded already."""
     if isinstance(values, Values) and values.is_loaded(name, target):
         return target  # type: ignore[return-value]  # a loaded target is a tensor or array
-    return write_into(target, values[name], device)
+    strides = values.entries[name].strides if isinstance(values, Values) and name in values.entries else ()
+    return write_into(target, values[name], device, strides)
 
 
 def is_loaded(target: object, values: Captured, name: str) -> bool:
@@ -140,11 +141,15 @@ def is_loaded(target: object, values: Captured, name: str) -> bool:
     return isinstance(values, Values) and values.is_loaded(name, target)
 
 
-def write_into(target: object, value: Array, device: torch.device | None = None) -> Array:
+def write_into(
+    target: object, value: Array, device: torch.device | None = None, strides: tuple[int, ...] = ()
+) -> Array:
     """Copy ``value`` into ``target`` if that is a tensor or array like it, else make a copy. Return the written object.
 
     ``device``: where a new tensor is made; None is the device of ``target`` if that is a tensor, otherwise the CPU. A
     tensor whose elements share memory (``expand``) is replaced by a copy, because torch refuses to write into it.
+    ``strides``: of a new tensor, if they are others than the value's. The fused optimizers of torch take for granted
+    that the strides of a parameter are those of its state, and most do not check it.
     """
     if not isinstance(value, torch.Tensor):
         if type(target) is np.ndarray and alike(target, value) and target.flags.writeable:
@@ -152,13 +157,19 @@ def write_into(target: object, value: Array, device: torch.device | None = None)
             return target
         return np.array(value)
     if not isinstance(target, torch.Tensor):
-        return value.to(device or "cpu", copy=True)
+        return _copied(value, device or torch.device("cpu"), strides)
     device = device or target.device
     if alike(target, value) and target.device.type == device.type and not _overlaps_itself(target):
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(value)
         return target
-    return value.to(device, copy=True)
+    return _copied(value, device, strides)
+
+
+def _copied(value: torch.Tensor, device: torch.device, strides: tuple[int, ...]) -> torch.Tensor:
+    if not strides:
+        return value.to(device, copy=True)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=device).copy_(value)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

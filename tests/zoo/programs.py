@@ -185,6 +185,15 @@ def adam_fused(z: Keeper) -> None:
 
 
 @program()
+def adamw_fused_with_channels_last(z: Keeper) -> None:
+    torch.manual_seed(0)
+    image = nn.Sequential(nn.Linear(4, 32), nn.Unflatten(1, (2, 4, 4)))
+    model = nn.Sequential(*image, nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 1))
+    model.to(memory_format=torch.channels_last)
+    with_optimizer(z, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), model)
+
+
+@program()
 def rmsprop_centred(z: Keeper) -> None:
     with_optimizer(z, lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5))
 
@@ -1221,7 +1230,7 @@ def yielding_method(z: Keeper) -> None:
 GROUPS = {
     "optimizers": (
         *("sgd_with_nesterov", "adamw_foreach", "adam_fused", "rmsprop_centred", "adagrad", "averaged_sgd"),
-        "own_optimizer",
+        *("adamw_fused_with_channels_last", "own_optimizer"),
     ),
     "closures_and_sparse_gradients": ("lbfgs", "sparse_embedding", "dense_and_sparse", "loss_weights"),
     "schedulers": ("one_cycle", "warm_restarts", "warmup_then_steps", "scheduler_of_a_lambda", "plateau"),

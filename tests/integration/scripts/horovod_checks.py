@@ -231,7 +231,8 @@ def check_optimizer_state_of_the_root() -> None:
     """Broadcast the optimizer state of the root. No other rank makes a step: weight decay would change weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + hvd.rank()), weight_decay=0.1)
+    model[0].weight = nn.Parameter(torch.randn(3, 4).t())  # a fused optimizer needs its strides
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + hvd.rank()), weight_decay=0.1, fused=True)
     before = digest(model.parameters())
     if hvd.rank() == 2:
         model(torch.ones(1, 3)).sum().backward()

@@ -118,6 +118,7 @@ def rich_commit(storage: Any) -> Snapshot:
         "text": np.array(["ab", "cde"]),
         "day": np.array(["2020-01-01"], dtype="datetime64[D]"),
         "empty": torch.ones(0, 3),
+        "turned": torch.ones(2, 3).t(),
         "n": 5,
     }
     return commit_of(values, storage)
@@ -149,6 +150,9 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a dtype torch has not": lambda h: noted(h, kinds={"z": ["torch.nn", [3]]}),
     "names twice": lambda h: noted(h, order=["weight", "weight"]),
     "no names": lambda h: noted(h, order=[]),
+    "strides of nothing": lambda h: noted(h, strides={"nobody": [1]}),
+    "strides with holes": lambda h: noted(h, strides={"weight": [3, 1, 9]}),
+    "overlapping strides": lambda h: noted(h, strides={"weight": [0]}),
 }
 
 

@@ -529,3 +529,10 @@ def test_the_order_of_a_thousand_million_samples_takes_no_time_and_no_memory() -
     assert Order(n, shuffle=False, seed=0).indices(0, 5, 3, 2).tolist() == [5, 7, 9]
     with pytest.raises(ValueError, match="of range"):
         order.indices(7, n - 1000, 1001)
+
+
+def test_a_loader_draws_on_the_cpu_whatever_the_default_device_of_the_script() -> None:
+    loader = ElasticDataLoader(list(map(str, range(6))), batch_size=2, shuffle=True, num_workers=0)
+    with torch.device("meta"):
+        found = [sample for batch in loader for sample in batch]
+    assert sorted(found) == list(map(str, range(6)))
