@@ -1,4 +1,4 @@
-"""Strides of tensors, which torch's fused optimizers take for granted without a check: from a commit into new tensors."""
+"""Strides of tensors, which fused optimizers of torch take for granted: from a commit into new tensors."""
 
 from __future__ import annotations
 
