@@ -318,6 +318,14 @@ def aborts(found: Found, machine: Machine, folder: Path) -> None:
     pytest(found, folder, ["tests/integration/test_aborts.py", "-k", machine.tests + some], machine.fake)
 
 
+def zoo(found: Found, machine: Machine, folder: Path) -> None:
+    """Ordinary programs with all their tensors on the device: disturbed, they end with the bits of undisturbed ones."""
+    os.environ["ZOO_DEVICE"] = machine.device
+    chosen = "optimizers or schedulers or modes or steps or values or modules or elastic_loader"
+    # A process of a loader cannot use the device, and NCCL has no sparse tensors, both also without elasticstate.
+    pytest(found, folder, ["tests/zoo", "-n", "7", "-k", f"({chosen}) and not worker_process and not sparse"])
+
+
 def cuda(found: Found, machine: Machine, folder: Path) -> None:
     """The tests of commits from a device."""
     pytest(found, folder, ["tests/unit/state/test_async_commit_cuda.py"])
@@ -363,6 +371,7 @@ class Section:
     run: Callable[[Found, Machine, Path], None]
     limit_s: float
     in_fake: bool = True  # False: another section runs the same code
+    alone: bool = True  # False: it measures nothing, so it runs beside others of this kind
 
     @property
     def name(self) -> str:
@@ -374,15 +383,27 @@ SECTIONS = (
     Section(names, 60),
     Section(bare_torch, 110),
     Section(short_job, 110),
-    Section(contexts, 130, in_fake=False),
+    Section(contexts, 150, in_fake=False, alone=False),
+    Section(aborts, 150, alone=False),
+    Section(cuda, 100, in_fake=False, alone=False),
+    Section(lost_devices, 120, in_fake=False, alone=False),
+    Section(zoo, 150, in_fake=False, alone=False),
     Section(memory, 110, in_fake=False),
-    Section(aborts, 110),
     Section(recovery, 80),
-    Section(cuda, 60, in_fake=False),
     Section(bench, 60),
-    Section(lost_devices, 90, in_fake=False),
     Section(long_job, 150, in_fake=False),
 )
+
+
+def side_by_side(sections: Sequence[Section], fake: bool) -> Iterator[list[Section]]:
+    """Yield the sections that run at the same time. No time is measured on a simulated device: all of them there."""
+    found: list[Section] = []
+    for section in sections:
+        if found and not fake and (section.alone or found[0].alone):
+            yield found
+            found = []
+        found.append(section)
+    yield found
 
 
 # ------------------------------------------------------------------------------------------------- the process of a run
@@ -590,9 +611,8 @@ def main(known: Sequence[Section] = SECTIONS, program: str = __file__) -> int:
             limit_s = section.limit_s * (FAKE_PATIENCE if args.fake else 1)
             return run_section(section, command, folder / section.name, min(limit_s, left_s))
 
-        # No time is measured on a simulated device, so its sections run side by side.
-        with ThreadPoolExecutor(len(sections) if args.fake else 1) as threads:
-            for result in threads.map(run, sections):
+        with ThreadPoolExecutor(len(sections)) as threads:
+            for result in (result for some in side_by_side(sections, args.fake) for result in threads.map(run, some)):
                 results.append(result)
                 print(f"{result.name}: {'holds' if result.holds else result.why} ({result.seconds} s)", flush=True)
                 write_report(out, results, machine, time.monotonic() - began, len(results) == len(sections))

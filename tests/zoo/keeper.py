@@ -24,6 +24,8 @@ import elasticstate as elastic
 
 STEPS = 40
 FULL = 2  # workers of a whole world
+DEVICE = os.environ.get("ZOO_DEVICE", "cpu")
+"""Where programs make their tensors; cuda:0, on which the workers are on a host each, as for tests/gpu."""
 _WAIT_S = 90.0
 
 
@@ -132,7 +134,7 @@ class Keeper:
     def _write_hosts(self, slots: int, why: str) -> None:
         (self._directory / why).touch()
         fresh = self._directory / f"hosts-{os.getpid()}"
-        fresh.write_text(f"localhost:{slots}\n")
+        fresh.write_text(hosts(slots))
         fresh.replace(self._directory / "hosts")
 
     def _strike(self, number: int, strike: Strike) -> None:
@@ -183,6 +185,13 @@ def _content(value: Any) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     return list(value) if isinstance(value, collections.deque) else value
+
+
+def hosts(slots: int) -> str:
+    """Return what a discovery script prints."""
+    if DEVICE == "cpu":
+        return f"localhost:{slots}\n"
+    return "".join(f"127.0.0.{number + 2}:1\n" for number in range(slots))
 
 
 def write_plan(path: Path, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import os
 import random
 import sys
 import warnings
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from keeper import STEPS, Keeper, read_plan
+from keeper import DEVICE, STEPS, Keeper, read_plan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
@@ -49,7 +50,7 @@ def program(*places: str, usual: tuple[str, ...] = BASE) -> Callable[[Program], 
 def inputs(step: int, *shape: int) -> torch.Tensor:
     """Return the inputs of a step, which are the same on all ranks and in each attempt at the step."""
     chosen = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(shape or (8, 4), generator=chosen, device="cpu")
+    return torch.randn(shape or (8, 4), generator=chosen, device="cpu").to(DEVICE)
 
 
 def net(width: int = 8) -> nn.Sequential:
@@ -1260,6 +1261,10 @@ TESTED = sorted({*PROGRAMS, *GROUPS} - set(itertools.chain(*GROUPS.values())))
 def main() -> None:
     name, directory = sys.argv[1:]
     warnings.simplefilter("default")
+    if DEVICE != "cpu":
+        os.environ["NCCL_HOSTID"] = str(os.getpid())  # several ranks on one device
+        torch.set_default_device(DEVICE)
+        torch.cuda.set_device(DEVICE)
     keeper = Keeper(Path(directory), read_plan(Path(directory) / "plan.json"))
     if name in GROUPS:
         together(keeper, GROUPS[name])

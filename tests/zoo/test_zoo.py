@@ -14,7 +14,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from keeper import FULL, Plan, Strike, write_plan
+from keeper import DEVICE, FULL, Plan, Strike, hosts, write_plan
 
 from tests.kit import forks
 from tests.kit.job import Job
@@ -59,7 +59,7 @@ def undisturbed(name: str, directory: Path) -> dict[str, Any]:
 
 
 def result(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(path, weights_only=False)
+    found: dict[str, Any] = torch.load(path, weights_only=False, map_location="cpu")
     return found
 
 
@@ -76,12 +76,15 @@ def test_a_disturbed_program_ends_like_an_undisturbed_one(name: str, start: tupl
     directory = tmp_path / "disturbed"
     directory.mkdir()
     write_plan(directory / "plan.json", plan)
-    (directory / "hosts").write_text(f"localhost:{FULL}\n")
+    (directory / "hosts").write_text(hosts(FULL))
     script = tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {directory / 'hosts'}\n")
     script.chmod(0o755)
     options = ["-np", str(FULL), *OPTIONS, "--host-discovery-script", str(script), *start]
-    options += ["--backend", "mpi"] if turn % 8 == 5 else []
+    if DEVICE != "cpu":
+        options += ["--join-window", "30"]  # for the other host in the first world
+    elif turn % 8 == 5:
+        options += ["--backend", "mpi"]
     command = [sys.executable, str(ZOO / "programs.py"), name, str(directory)]
     with Job(tmp_path, *options, command=command) as job:
         job.finish(timeout=120)
