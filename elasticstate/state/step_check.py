@@ -12,7 +12,8 @@ A script that catches the error gets it again at each step and commit, and at it
 
 An optimizer that trains nothing of the state is not the state's business, but a warning names it.
 
-``Forgotten`` and ``Accumulation`` warn of what else changes while a script trains and no commit contains.
+``Forgotten``, ``PlainAttributes`` and ``Accumulation`` warn of what else changes while a script trains and no commit
+contains.
 
 Not judged: states with a ``capture`` of their own, and steps in compiled code, where torch calls no hooks.
 """
@@ -55,11 +56,14 @@ class StepCheck:
         self._hook: Any = None
         self._judged: dict[int, _Judged] = {}
         self._forgotten: Forgotten | None = None
+        self._attributes: PlainAttributes | None = None
         self._undecided: list[weakref.ref[Optimizer]] = []  # the next commit decides
         self._refusal = ""  # the error of the first optimizer that was refused: the script may have caught it
 
     def __enter__(self) -> None:
         if self._state._step_sources() is not None:
+            with suppress(Exception):  # of the script's objects
+                self._attributes = PlainAttributes(self._sources())
             self._hook = register_optimizer_step_pre_hook(self._before_a_step)
             committer_of(self._state).before_commit = self._before_a_commit
             committer_of(self._state).before_tick = self._before_a_tick
@@ -122,6 +126,9 @@ class StepCheck:
         self._raise_refusal()
         if self._forgotten is not None:
             self._forgotten.begin_commit()
+        if self._attributes is not None:
+            with suppress(Exception):
+                self._attributes.begin_commit(self._sources())
         optimizers, self._undecided = [reference() for reference in self._undecided], []
         content = self._content() if optimizers else None
         for optimizer in optimizers:
@@ -476,6 +483,69 @@ class Forgotten:
             for sample in changed:
                 if (module := sample.module()) is not None and sample.variable not in _warned:
                     _warn(sample.variable, module, "changes while the script trains")
+
+
+class PlainAttributes:
+    """Numbers and tensors that modules of the state have as plain attributes, which no commit contains.
+
+    A restore leaves them as they are, and a worker that is restarted begins with the script's: an average that is no
+    buffer would be updated twice with one batch on one rank, and begin anew on another. Named are those that are there
+    when the training function is called, and change from one look to the next. A tensor that was computed from
+    parameters, as by a weight norm, is a result of its step.
+    """
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._known = {place: kept for place, _, kept in _attributes(values)}
+        self._commits, self._next_look = 0, 1
+
+    def begin_commit(self, values: Mapping[str, object]) -> None:
+        """Look at fewer and fewer commits, as :class:`Forgotten` does. The first look begins anew."""
+        self._commits += 1
+        if not self._known or self._commits != self._next_look:
+            return
+        self._next_look *= 2
+        found = [(place, value, kept) for place, value, kept in _attributes(values) if place in self._known]
+        changed = [place for place, value, kept in found if not _are_equal(kept, self._known[place])]
+        if self._commits > 1 and changed:
+            committed = [value for value in values.values() if isinstance(value, int | float | torch.Tensor)]
+            live = {place: value for place, value, _ in found}
+            self._warn([name for name in changed if not any(_are_equal(live[name], other) for other in committed)])
+        self._known = {place: kept for place, _, kept in found}
+
+    def _warn(self, changed: list[str]) -> None:
+        if new := [place for place in changed if place not in _warned]:
+            _warned.update(new)
+            logger.warning(
+                "state.%s%s: plain attributes of modules change while the script trains, and no commit contains them. "
+                "A restore leaves them as they are, and a worker that is restarted begins with the script's. Make a "
+                "tensor a buffer (register_buffer), and give a number to the state.",
+                ", state.".join(new[:_NAMED]),
+                ", …" if len(new) > _NAMED else "",
+            )
+
+
+_NAMED = 3  # attributes in a warning
+
+
+def _attributes(values: Mapping[str, object]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the place of each attribute, its value, and what is compared of it."""
+    for name, root in values.items():
+        for path, module in root.named_modules(prefix=name) if isinstance(root, torch.nn.Module) else ():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                continue
+            for key, value in list(vars(module).items()):
+                if type(value) in (int, float):
+                    yield f"{path}.{key}", value, value
+                elif type(value) is torch.Tensor and value.grad_fn is None and not value.is_meta and value.numel():
+                    yield f"{path}.{key}", value, value.detach().flatten()[:_LONGEST_SAMPLE].clone()
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other or (
+            isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+        )
+    return one == other or (one != one and other != other)  # NaN
 
 
 class _Sample:

@@ -46,12 +46,14 @@ def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(present_world, "_present", None)
 
 
-def warnings_of(program: str, directory: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(
+    program: str, directory: Path, caplog: pytest.LogCaptureFixture, words: str = "is in no value of the state"
+) -> list[str]:
     script = directory / "train.py"
     script.write_text(BEGIN + textwrap.dedent(program))
     with caplog.at_level(logging.WARNING, "elasticstate"):
         runpy.run_path(str(script), run_name="train_script")
-    return [record.getMessage() for record in caplog.records if "is in no value of the state" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
 
 COPY = "import copy\ntarget = copy.deepcopy(model)\n"
@@ -158,6 +160,70 @@ def test_what_the_state_has_or_the_function_makes_is_not(
     program: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert warnings_of(program, tmp_path, caplog) == []
+
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(model)
+        self.average, self.temperature, self.seen = torch.zeros(2), 1.0, None
+        self.setting, self.batches, self.last = 3, 0, torch.zeros(1)
+
+    def forward(self, x):
+        {update}
+        return self.layers(x)
+
+net = Net()
+state = elastic.TorchState(net=net, optimizer=optimizer, batches=0)
+
+@elastic.run
+def train(state):
+    net.setting = elastic.size()
+    for _ in range(5):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.batches += 1
+        state.commit()
+
+train(state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("update", "begin"),
+    [
+        ("self.average = 0.9 * self.average + 0.1 * x[0]", "state.net.average: plain"),
+        ("self.average.mul_(0.9).add_(x[0])", "state.net.average: plain"),
+        ("self.temperature *= 0.9", "state.net.temperature: plain"),
+        ("self.average += 1; self.temperature += 1", "state.net.average, state.net.temperature: plain"),
+        ("self.layers[0].in_features += 1", "state.net.layers.0.in_features: plain"),
+        ("self.seen = x", ""),  # not there at the begin: a result of the step
+        ("self.last = self.layers(x).sum()", ""),
+        ("self.batches += 1", ""),  # the state has the same number
+        ("pass", ""),
+    ],
+)
+def test_plain_attributes_of_modules_that_change_are_named(
+    update: str, begin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = warnings_of(NET.format(update=update), tmp_path, caplog, "plain attributes")
+    assert len(found) == bool(begin)
+    assert "".join(found).startswith(begin)
+
+
+def test_a_module_with_an_extra_state_of_its_own_and_a_weight_that_is_computed_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_its_own = NET.format(update="self.temperature *= 0.9").replace(
+        "    def forward",
+        "    def get_extra_state(self):\n        return self.temperature\n\n"
+        "    def set_extra_state(self, value):\n        self.temperature = value\n\n    def forward",
+    )
+    computed = NET.format(update="pass").replace("net = Net()", "net = Net()\nnn.utils.spectral_norm(model)\n")
+    assert warnings_of(of_its_own, tmp_path, caplog, "plain attributes") == []
+    run._used = False
+    assert warnings_of(computed, tmp_path, caplog, "plain attributes") == []
 
 
 def test_no_code_of_the_scripts_objects_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
