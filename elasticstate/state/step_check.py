@@ -541,11 +541,12 @@ def _attributes(values: Mapping[str, object]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other or (
-            isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-        )
-    return one == other or (one != one and other != other)  # NaN
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    is_number = not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
+    return is_number and bool(one == other or (one != one and other != other))  # NaN
 
 
 class _Sample:
