@@ -84,7 +84,6 @@ class MpiContext(Context):
         self._progress: Progress | None = None
         self._world: MPI.Intracomm | None = None
         self._subgroups: list[MPI.Intracomm] = []
-        self._revoked: list[MPI.Comm] = []
         self._severed = False
 
     # ------------------------------------------------------------------------------------------------------ main thread
@@ -157,13 +156,10 @@ class MpiContext(Context):
         self.sockets.sever()
         if self._progress is not None:
             self._progress.sever()
-        comms = [*self._subgroups, *(self._builder.unfinished if self._builder is not None else ())]
-        if self._world is not None:
-            comms.append(self._world)
-        for comm in comms:
-            if comm not in self._revoked:
-                self._revoked.append(comm)
-                comm.Revoke()
+        builder = self._builder
+        if builder is not None:
+            for comm in [*self._subgroups, *builder.unfinished, *([self._world] if self._world is not None else [])]:
+                builder.revoke(comm)
 
     def broken(self) -> bool:
         return self._severed or (self._progress is not None and self._progress.has_failed)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,6 +169,8 @@ class WorldBuilder:
         self.base: Base | None = None
         self._retired: deque[tuple[float, MPI.Comm]] = deque()  # with the time until which each is kept
         self.unfinished: list[MPI.Comm] = []  # communicators to revoke if the generation ends during the build
+        self._revoked: list[MPI.Comm] = []
+        self._revoking = threading.Lock()
 
     def start_early(self) -> None:
         """Start MPI before the first world, alone. If no identity arrives in time, MPI starts in the first world."""
@@ -209,6 +212,17 @@ class WorldBuilder:
         self.unfinished = []
         return world
 
+    def revoke(self, comm: MPI.Comm) -> None:
+        """Revoke a communicator, unless that is done. From any thread.
+
+        The end of a generation and the next world both revoke its communicator. Open MPI 5.0.11 crashed in the shrink
+        of one while another thread revoked it.
+        """
+        with self._revoking:
+            if comm not in self._revoked:
+                self._revoked.append(comm)
+                comm.Revoke()
+
     def retire(self, comms: Iterable[MPI.Comm]) -> None:
         """Free these unused communicators, but only after their messages can no longer be in transit to this process.
 
@@ -219,7 +233,10 @@ class WorldBuilder:
         now = time.monotonic()
         self._retired += [(now + _LATEST_MESSAGE_S, comm) for comm in comms]
         while self._retired and self._retired[0][0] < now:
-            self._retired.popleft()[1].Free()
+            comm = self._retired.popleft()[1]
+            with self._revoking:  # Open MPI may give the handle to the next communicator
+                self._revoked = [other for other in self._revoked if other != comm]
+            comm.Free()
 
     def _get_identity(self, at: Rendezvous, members: list[Member]) -> None:
         fresh = [member for member in members if not member.has_identity]
@@ -230,7 +247,7 @@ class WorldBuilder:
     def _own_piece(self, parts: list[list[int]], rank: int, has_identity: bool) -> MPI.Intracomm:
         world_of_start = start_mpi(self._local_address)
         if self.base is not None:
-            self.base.comm.Revoke()
+            self.revoke(self.base.comm)
             comm = cast(MPI.Intracomm, self.base.comm.Shrink())
         else:
             comm = (MPI.COMM_SELF if has_identity else world_of_start).Dup()
