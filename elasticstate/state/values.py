@@ -70,6 +70,7 @@ class Values(Mapping[str, Any]):
         self._tensors = frame.tensors
         self._objects = {name: value for name, value in objects.items() if name not in attached.names}
         self.loaded = loaded
+        self._written: dict[object, tuple[str, Array]] = {}
 
     def __getitem__(self, name: str) -> Any:
         entry = self.entries.get(name)
@@ -97,6 +98,21 @@ class Values(Mapping[str, Any]):
             and target.is_contiguous()
             and target.data_ptr() == loaded.data_ptr()
         )
+
+    def load(self, target: object, name: str, device: torch.device | None) -> Array:
+        """Do what ``load_value`` does. A new value that is tied to one that was loaded before shares its memory."""
+        entry = self.entries[name]
+        key = (entry.offset, entry.dtype, entry.shape, entry.strides) if entry.size_bytes else name
+        value = self[name]
+        owner, tied = self._written.get(key, (name, None))
+        if self.is_loaded(name, target):
+            written: Any = target
+        elif owner != name and not _fits(target, value, device) and _is_on(tied, target, device):
+            written = tied.detach() if isinstance(tied, torch.nn.Parameter) else tied
+        else:
+            written = write_into(target, value, device, entry.strides)
+        self._written.setdefault(key, (name, written))
+        return written  # type: ignore[no-any-return]
 
 
 def is_array(value: object) -> bool:
@@ -130,10 +146,9 @@ def flat_bytes(value: torch.Tensor) -> torch.Tensor:
 
 def load_value(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
     """Call ``write_into`` for a value by its name, unless ``target`` is loaded already."""
-    if isinstance(values, Values) and values.is_loaded(name, target):
-        return target  # type: ignore[return-value]  # a loaded target is a tensor or array
-    strides = values.entries[name].strides if isinstance(values, Values) and name in values.entries else ()
-    return write_into(target, values[name], device, strides)
+    if isinstance(values, Values) and name in values.entries:
+        return values.load(target, name, device)
+    return write_into(target, values[name], device)
 
 
 def is_loaded(target: object, values: Captured, name: str) -> bool:
@@ -151,19 +166,34 @@ def write_into(
     ``strides``: of a new tensor, if they are others than the value's. The fused optimizers of torch take for granted
     that the strides of a parameter are those of its state, and most do not check it.
     """
-    if not isinstance(value, torch.Tensor):
-        if type(target) is np.ndarray and alike(target, value) and target.flags.writeable:
-            np.copyto(target, value)
-            return target
-        return np.array(value)
-    if not isinstance(target, torch.Tensor):
-        return _copied(value, device or torch.device("cpu"), strides)
-    device = device or target.device
-    if alike(target, value) and target.device.type == device.type and not _overlaps_itself(target):
+    if not _fits(target, value, device):
+        if not isinstance(value, torch.Tensor):
+            return np.array(value)
+        like = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
+        return _copied(value, device or like, strides)
+    if isinstance(target, torch.Tensor):
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
-            target.copy_(value)
-        return target
-    return _copied(value, device, strides)
+            target.copy_(value)  # type: ignore[arg-type]  # alike
+    else:
+        np.copyto(target, value)  # type: ignore[arg-type]
+    return target  # type: ignore[return-value]
+
+
+def _fits(target: object, value: Array, device: torch.device | None) -> bool:
+    """Return True if ``write_into`` can write the value into ``target``."""
+    if not isinstance(value, torch.Tensor):
+        return type(target) is np.ndarray and alike(target, value) and bool(target.flags.writeable)
+    if not isinstance(target, torch.Tensor) or not alike(target, value) or _overlaps_itself(target):
+        return False
+    return device is None or target.device.type == device.type
+
+
+def _is_on(tied: Array | None, target: object, device: torch.device | None) -> bool:
+    """Return True if a new value for ``target`` would be where ``tied`` is."""
+    if not isinstance(tied, torch.Tensor):
+        return True
+    like = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
+    return tied.device.type == (device or like).type
 
 
 def _copied(value: torch.Tensor, device: torch.device, strides: tuple[int, ...]) -> torch.Tensor:

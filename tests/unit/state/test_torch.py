@@ -428,3 +428,51 @@ def test_what_cannot_be_written_in_place_comes_back(make: Callable[[], torch.Ten
             assert [picture(tensor) for tensor in found] == [expected] * 5
     assert state.model.weight is weight
     newcomer.commit()
+
+
+class OneClock(torch.optim.Optimizer):
+    """All parameters share one tensor that counts the steps, which each of them advances."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                clock = next((entry["clock"] for entry in self.state.values()), torch.zeros(()))
+                self.state[p].setdefault("clock", clock).add_(1)
+                p.sub_(self.state[p]["clock"])
+
+
+def test_what_is_one_tensor_in_the_commit_is_one_in_a_newcomer() -> None:
+    def made() -> Any:
+        model = torch.nn.Linear(2, 2)
+        optimizer = OneClock(model.parameters())
+        return TorchState(model=model, optimizer=optimizer, first=None, second=None, weight=None, array=None, same=None)
+
+    state = made()
+    state.optimizer.step()
+    state.first = state.second = torch.ones(3)
+    state.weight = state.model.weight.data
+    state.array = state.same = np.ones(3)
+    state.commit()
+    newcomer = made()
+    newcomer.apply(committer_of(state).snapshot.load_into({}))
+    assert newcomer.first is newcomer.second
+    assert newcomer.array is newcomer.same
+    assert type(newcomer.weight) is torch.Tensor
+    for each in (state, newcomer):
+        each.optimizer.step()
+        each.first.add_(1)
+    assert torch.equal(newcomer.weight, newcomer.model.weight)
+    assert torch.equal(newcomer.weight, state.weight)
+    assert torch.equal(newcomer.second, state.second)
+
+
+def test_empty_tensors_are_not_tied() -> None:
+    state = TorchState(first=torch.ones(0), second=torch.ones(0))
+    state.commit()
+    newcomer = TorchState(first=None, second=None)
+    newcomer.apply(committer_of(state).snapshot.load_into({}))
+    assert newcomer.first is not newcomer.second
