@@ -37,6 +37,7 @@ class RestoreTargets:
     def __init__(self, copies: CommitCopies) -> None:
         self._copies = copies
         self.pieces: dict[str, Piece] = {}
+        self._tied: dict[object, torch.Tensor] = {}
         self.calls: list[Callable[[], object]] = []  # to make when all tensors have their content
 
     def load(self, when_opened: Callable[[], object] | None) -> None:
@@ -52,9 +53,12 @@ class RestoreTargets:
     def tensor(self, live: object, name: str, device: torch.device) -> torch.Tensor:
         """Add ``live`` if the content fits into it, otherwise a new plain tensor. Return the added one."""
         shape, dtype = self._copies.find(name)
+        tie = self._copies.tie(name)
         if not _fits(live, shape, dtype):
-            live = torch.empty(shape, dtype=dtype, device=device)
+            live = self._tied.get((tie, device.type)) if tie else None
+            live = torch.empty(shape, dtype=dtype, device=device) if live is None else live
         assert isinstance(live, torch.Tensor)
+        self._tied.setdefault((tie, live.device.type), live.detach() if isinstance(live, torch.nn.Parameter) else live)
         self.add(name, live)
         return live
 

@@ -363,6 +363,11 @@ class CommitCopies:
 
     # --------------------------------------------------------------------------------------------- what the copies have
 
+    def tie(self, name: str) -> object:
+        """Return what names of one tensor have in common, in the first copy with this one; None for an empty tensor."""
+        found = next((opened.entries[name] for opened in self._each() if name in opened.entries), None)
+        return (found.offset, found.dtype, found.shape, found.strides) if found and found.size_bytes else None
+
     def find(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a whole tensor. Raises StateError if no copy has it."""
         for opened in self._each():

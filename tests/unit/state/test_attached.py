@@ -413,3 +413,37 @@ def test_torch_reads_a_directory_of_commits(tmp_path: Path) -> None:
     assert torch.equal(found["model.w"], whole)
     assert torch.equal(found["model.low"], low)
     assert found["model.all"].tolist() == [0, 1, 2]
+
+
+class OneClock(torch.optim.Optimizer):
+    """All parameters share one tensor, which each of them advances in each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            clock = next((entry["clock"] for entry in self.state.values()), torch.zeros(()))
+            self.state[p].setdefault("clock", clock).add_(1)
+            p.sub_(self.state[p]["clock"])
+
+
+def test_state_that_parameters_share_is_shared_by_those_of_a_new_worker() -> None:
+    def attached(member: Member) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer]:
+        state = state_in(member)
+        model = Alone(torch.ones(2))
+        model.other = torch.nn.Linear(2, 2)
+        optimizer = OneClock(model.parameters())
+        state.attach(model=model, optimizer=optimizer, init=lambda: None)
+        return state, model, optimizer
+
+    state, model, optimizer = attached(Member(World(1)))
+    for _ in range(2):
+        optimizer.step()
+        state.commit()
+    _, newcomers, of_newcomer = attached(Member(world_after(state)))
+    assert len({id(entry["clock"]) for entry in of_newcomer.state.values()}) == 1
+    for each in (optimizer, of_newcomer):
+        each.step()
+    assert content(model, optimizer) == content(newcomers, of_newcomer)
