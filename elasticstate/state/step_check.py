@@ -63,7 +63,7 @@ class StepCheck:
     def __enter__(self) -> None:
         if self._state._step_sources() is not None:
             with suppress(Exception):  # of the script's objects
-                self._attributes = PlainAttributes(self._sources())
+                self._attributes = PlainAttributes(self._state, self._sources())
             self._hook = register_optimizer_step_pre_hook(self._before_a_step)
             committer_of(self._state).before_commit = self._before_a_commit
             committer_of(self._state).before_tick = self._before_a_tick
@@ -485,28 +485,35 @@ class Forgotten:
                     _warn(sample.variable, module, "changes while the script trains")
 
 
+_at_begin: weakref.WeakKeyDictionary[State, frozenset[str]] = weakref.WeakKeyDictionary()
+"""Places of the plain attributes that modules of a state had when it was first trained."""
+
+
 class PlainAttributes:
     """Numbers and tensors that modules of the state have as plain attributes, which no commit contains.
 
     A restore leaves them as they are, and a worker that is restarted begins with the script's: an average that is no
     buffer would be updated twice with one batch on one rank, and begin anew on another. Named are those that are there
-    when the training function is called, and change from one look to the next. A tensor that was computed from
-    parameters, as by a weight norm, is a result of its step.
+    before the first training, and change from one look to the next. A tensor that was computed from parameters, as by a
+    weight norm, is a result of its step.
     """
 
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self._known = {place: kept for place, _, kept in _attributes(values)}
+    def __init__(self, state: State, values: Mapping[str, object]) -> None:
+        if state not in _at_begin:
+            _at_begin[state] = frozenset(place for place, _, _ in _attributes(values))
+        self._places = _at_begin[state]
+        self._known: dict[str, Any] = {}
         self._commits, self._next_look = 0, 1
 
     def begin_commit(self, values: Mapping[str, object]) -> None:
-        """Look at fewer and fewer commits, as :class:`Forgotten` does. The first look begins anew."""
+        """Look at fewer and fewer commits, as :class:`Forgotten` does."""
         self._commits += 1
-        if not self._known or self._commits != self._next_look:
+        if not self._places or self._commits != self._next_look:
             return
         self._next_look *= 2
-        found = [(place, value, kept) for place, value, kept in _attributes(values) if place in self._known]
-        changed = [place for place, value, kept in found if not _are_equal(kept, self._known[place])]
-        if self._commits > 1 and changed:
+        found = [(place, value, kept) for place, value, kept in _attributes(values) if place in self._places]
+        changed = [name for name, _, kept in found if name in self._known and not _are_equal(kept, self._known[name])]
+        if changed:
             committed = [value for value in values.values() if isinstance(value, int | float | torch.Tensor)]
             live = {place: value for place, value, _ in found}
             self._warn([name for name in changed if not any(_are_equal(live[name], other) for other in committed)])
