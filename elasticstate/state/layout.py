@@ -89,7 +89,8 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
     """One tensor or array, in C order. ``dtype``: ``"torch.float32"``, or numpy's ``"<f4"``.
 
     ``offset`` counts from the beginning of the tensors, in bytes. Tied tensors have separate entries and share the
-    bytes. ``strides``: of the tensor that was captured, if they are others than those of C order, and it had no holes.
+    bytes. ``strides``: of what was captured, in elements, if they are others than those of C order and there were no
+    holes.
     """
 
     name: str
@@ -293,7 +294,7 @@ def _frame(stored: dict[str, Stored], notes: Notes, begin: int, size: int) -> Fr
     for name, strides in notes.strides.items():
         _require(name in entries, f"{name} has strides and does not exist")
         is_valid = len(strides) == len(entries[name].shape) and bool(unusual_strides(entries[name].shape, strides))
-        _require(is_valid and torch_dtype(entries[name].dtype) is not None, f"{name} has invalid strides")
+        _require(is_valid, f"{name} has invalid strides")
         entries[name] = msgspec.structs.replace(entries[name], strides=strides)
     names = list(stored) if notes.order is None else notes.order
     _require(len(names) == len(entries) and entries.keys() == set(names), "the order does not contain all names")

@@ -291,7 +291,9 @@ def _array_features(arrays: dict[str, np.ndarray[Any, Any]]) -> list[object]:
 
 def _describe_array(name: str, array: np.ndarray[Any, Any]) -> Described:
     dtype, shape = array.dtype.str, array.shape
-    return name, dtype, shape, array.nbytes, (), ("numpy", _array_address(array), dtype, shape, array.strides)
+    strides = () if array.flags.c_contiguous else tuple(stride // max(array.itemsize, 1) for stride in array.strides)
+    key = "numpy", _array_address(array), dtype, shape, array.strides
+    return name, dtype, shape, array.nbytes, strides and unusual_strides(shape, strides), key
 
 
 def _describe_tensor(name: str, tensor: Tensor) -> Described:

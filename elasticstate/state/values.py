@@ -168,7 +168,7 @@ def write_into(
     """
     if not _fits(target, value, device):
         if not isinstance(value, torch.Tensor):
-            return np.array(value)
+            return np.array(value) if not strides else _like_strides(value, strides)
         like = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
         return _copied(value, device or like, strides)
     if isinstance(target, torch.Tensor):
@@ -200,6 +200,13 @@ def _copied(value: torch.Tensor, device: torch.device, strides: tuple[int, ...])
     if not strides:
         return value.to(device, copy=True)
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=device).copy_(value)
+
+
+def _like_strides(value: np.ndarray[Any, Any], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return a copy in another order in memory, in which numpy would add up its elements, too."""
+    order = sorted(range(value.ndim), key=lambda d: -strides[d])
+    copied: np.ndarray[Any, Any] = np.ascontiguousarray(value.transpose(order)).transpose(np.argsort(order))
+    return copied
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -112,6 +113,18 @@ def test_attached_values_of_the_next_world_train_like_those_of_the_last(name: st
         train(model, optimizer, step)
         train(other, of_other, step)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_arrays_of_a_newcomer_have_the_order_of_the_commit() -> None:
+    turned = np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1)
+    state = TorchState(fortran=np.asfortranarray(np.eye(3)), turned=turned, reversed=np.arange(6.0)[::-1], plain=None)
+    state.commit()
+    newcomer: Any = TorchState(fortran=None, turned=None, reversed=None, plain=None)
+    newcomer.apply(committer_of(state).snapshot.load_into({}))
+    assert newcomer.fortran.flags.f_contiguous
+    assert newcomer.turned.strides == turned.strides
+    for name in ("fortran", "turned", "reversed"):
+        assert np.array_equal(getattr(newcomer, name), getattr(state, name))
 
 
 @given(st.lists(st.integers(0, 3), max_size=5), st.data())
