@@ -205,7 +205,7 @@ def _copied(value: torch.Tensor, device: torch.device, strides: tuple[int, ...])
 def _like_strides(value: np.ndarray[Any, Any], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return a copy in another order in memory, in which numpy would add up its elements, too."""
     order = sorted(range(value.ndim), key=lambda d: -strides[d])
-    copied: np.ndarray[Any, Any] = np.ascontiguousarray(value.transpose(order)).transpose(np.argsort(order))
+    copied: np.ndarray[Any, Any] = np.array(value.transpose(order), order="C").transpose(np.argsort(order))
     return copied
 
 

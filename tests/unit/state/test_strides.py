@@ -117,14 +117,20 @@ def test_attached_values_of_the_next_world_train_like_those_of_the_last(name: st
 
 def test_arrays_of_a_newcomer_have_the_order_of_the_commit() -> None:
     turned = np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1)
-    state = TorchState(fortran=np.asfortranarray(np.eye(3)), turned=turned, reversed=np.arange(6.0)[::-1], plain=None)
+    thin = np.lib.stride_tricks.as_strided(np.arange(3.0), (3, 1), (8, 8))  # in C order, with another stride
+    arrays = {"fortran": np.asfortranarray(np.eye(3)), "turned": turned, "reversed": np.arange(6.0)[::-1], "thin": thin}
+    state = TorchState(**arrays)
     state.commit()
-    newcomer: Any = TorchState(fortran=None, turned=None, reversed=None, plain=None)
+    newcomer: Any = TorchState(**dict.fromkeys(arrays))
     newcomer.apply(committer_of(state).snapshot.load_into({}))
     assert newcomer.fortran.flags.f_contiguous
     assert newcomer.turned.strides == turned.strides
-    for name in ("fortran", "turned", "reversed"):
-        assert np.array_equal(getattr(newcomer, name), getattr(state, name))
+    buffers = [
+        page.memory.numpy() for page in (committer_of(state).snapshot._newer, committer_of(state).snapshot._older)
+    ]
+    for name, array in arrays.items():
+        assert np.array_equal(getattr(newcomer, name), array)
+        assert not any(np.may_share_memory(getattr(newcomer, name), buffer) for buffer in buffers)
 
 
 @given(st.lists(st.integers(0, 3), max_size=5), st.data())
