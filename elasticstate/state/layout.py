@@ -7,8 +7,8 @@
 
 The format (https://github.com/huggingface/safetensors) requires tensors without holes, from the end of the header to
 the end of the file. So tensors are sorted by alignment. The last tensor is a pickle, which contains its own end marker,
-and it extends to the end of the buffer. The metadata describes what the format does not support (tied tensors, numpy's
-strings, complex128).
+and it extends to the end of the buffer. The metadata describes what the format does not support (tied tensors, strides,
+numpy's strings, complex128).
 """
 
 from __future__ import annotations
