@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
-from elasticstate.options import CONNECT_TIMEOUT_S, Options, read_options_to_check
+from elasticstate.options import CONNECT_TIMEOUT_S, Options, passed_on, read_options_to_check
 from elasticstate.options.kinds import parse_host
 from elasticstate.options.reading import value_of
 from elasticstate.terminal import complain
@@ -53,6 +53,7 @@ def _run(options: Options, must_reattach: bool = False, elected: Elected | None 
         options = with_debugger(options)
     named = {without_case(parse_host(text, 1).name) for text in options.hosts}
     elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
+    _require_text(options, passed_on(options.env) if elsewhere else ())
     if options.network_interface and options.discovery in (None, "list"):
         others = options.hostfile or options.host_discovery_script or options.listen
         if not others and all(map(is_of_each_machine, named)):  # else each host says so of itself
@@ -60,6 +61,24 @@ def _run(options: Options, must_reattach: bool = False, elected: Elected | None 
     is_needed = not must_reattach and ("localhost" in named or not elsewhere)
     with screen_for(options) as screen, stdin_for(options) as stdin, early_agent(is_needed, stdin):
         return _drive(options, must_reattach, screen, elected)
+
+
+def _require_text(options: Options, variables: Iterable[tuple[str, str]]) -> None:
+    """Raise OptionError for bytes that are no UTF-8, in what other hosts and the job's record get."""
+    import os
+
+    found = {
+        "the command": options.command,
+        "the present directory": [os.getcwd()],
+        "a variable for other hosts": list(map("=".join, variables)),
+    }
+    for what, texts in found.items():
+        for text in texts:
+            if text != text.encode(errors="replace").decode():
+                raise OptionError(
+                    f"{what}: {text!a}: must be UTF-8. Rename the file or directory, or set a locale with the "
+                    "encoding of this name (LC_ALL=C.UTF-8)."
+                )
 
 
 def _drive(options: Options, must_reattach: bool, screen: Screen | None, elected: Elected | None) -> int:

@@ -103,7 +103,7 @@ class JobDirectory:
         if len(os.fsencode(self.path)) > _LONGEST_BYTES:
             raise OptionError(
                 f"--job-name: {job!r}: too long: the kernel limits the paths of sockets, which are in {self.path}. "
-                "Choose a shorter name."
+                "Choose a shorter name, or set XDG_RUNTIME_DIR to a directory with a shorter one."
             )
         try:
             self._lock, self._driver_lock, self.seen_at = self._take_lock()

@@ -20,6 +20,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -424,12 +425,26 @@ StandardDescriptors = tuple[int, int, int]
 """A worker's stdin, stdout and stderr."""
 
 
-class ForkRequest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ForkRequest:
     """Everything that a worker needs to run a Python command."""
 
     command: tuple[str, ...]  # the interpreter as the user has named it, and its arguments: ("python", "train.py")
     directory: str
     environment: dict[str, str]
+
+    def packed(self) -> bytes:
+        """Return the request as bytes. Arguments and variables may be no UTF-8, as a path in Latin-1."""
+        variables = {os.fsencode(name): os.fsencode(value) for name, value in self.environment.items()}
+        return msgspec.msgpack.encode((list(map(os.fsencode, self.command)), os.fsencode(self.directory), variables))
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> ForkRequest:
+        command, directory, variables = msgspec.msgpack.decode(
+            packed, type=tuple[list[bytes], bytes, dict[bytes, bytes]]
+        )
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
+        return cls(tuple(map(os.fsdecode, command)), os.fsdecode(directory), environment)
 
 
 class PendingFork:
@@ -474,7 +489,7 @@ class TemplateLink:
         answer = PendingFork(mine)
         packed = os.memfd_create("elasticstate-fork")
         try:
-            _write_all(packed, msgspec.msgpack.encode(request))
+            _write_all(packed, request.packed())
             socket.send_fds(self._socket, [_FORK], [packed, *descriptors, other.fileno()])
         except OSError:
             answer.close()
@@ -544,7 +559,7 @@ class AgentLink:
         packed, *rest = descriptors
         with open(packed, "rb") as file:
             file.seek(0)
-            return ReceivedRequest(msgspec.msgpack.decode(file.read(), type=ForkRequest), rest)
+            return ReceivedRequest(ForkRequest.unpacked(file.read()), rest)
 
     def close(self) -> None:
         self._socket.close()

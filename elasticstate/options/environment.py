@@ -253,9 +253,19 @@ def _is_present_directory(path: str) -> bool:
 def runtime_directory() -> Path:
     """Return the directory for the records of running jobs: XDG_RUNTIME_DIR, or that for temporary files.
 
-    Raises OptionError.
+    Sockets are in it, whose paths the kernel limits (107 bytes, unix(7)). Batch systems give jobs a TMPDIR with a long
+    name: then it is /tmp, /var/tmp or /dev/shm. Raises OptionError.
     """
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or temporary_directory())
+    if given := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(given)
+    found = temporary_directory()
+    if len(os.fsencode(os.path.abspath(found))) > _LONGEST_RUNTIME_DIRECTORY and os.path.isdir(found):
+        others = ("/tmp", "/var/tmp", _SHARED_MEMORY)
+        found = next((other for other in others if os.access(other, os.W_OK | os.X_OK)), found)
+    return Path(found)
+
+
+_LONGEST_RUNTIME_DIRECTORY = 50  # bytes: the rest is for the names of jobs and sockets
 
 
 def usable_runtime_directory() -> Path:

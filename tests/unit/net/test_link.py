@@ -13,7 +13,7 @@ import pytest
 
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.net import messages
-from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
+from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, ForkRequest, WorkerLink
 
 W = WorkerId("h", 0, 1)
 HELLO = messages.Hello(W, os.getpid(), messages.PROTOCOL_VERSION)
@@ -206,3 +206,9 @@ def test_a_worker_can_poll_its_link(tmp_path: Path) -> None:
         link.close()
 
     with_agent(tmp_path, scenario)
+
+
+def test_a_request_for_a_worker_may_have_bytes_that_are_no_text() -> None:
+    latin_1 = os.fsdecode("caf\xe9".encode("latin-1"))
+    request = ForkRequest(("python", latin_1), f"/tmp/{latin_1}", {"PATH": "/bin", latin_1: f"\U0001f600{latin_1}"})
+    assert ForkRequest.unpacked(request.packed()) == request
