@@ -7,7 +7,7 @@ import copy
 import functools
 import io
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -70,7 +70,7 @@ class Values(Mapping[str, Any]):
         self._tensors = frame.tensors
         self._objects = {name: value for name, value in objects.items() if name not in attached.names}
         self.loaded = loaded
-        self._written: dict[object, tuple[str, Array]] = {}
+        self._layout, self._has_shards = frame.layout, bool(attached.shards)
 
     def __getitem__(self, name: str) -> Any:
         entry = self.entries.get(name)
@@ -99,20 +99,18 @@ class Values(Mapping[str, Any]):
             and target.data_ptr() == loaded.data_ptr()
         )
 
-    def load(self, target: object, name: str, device: torch.device | None) -> Array:
-        """Do what ``load_value`` does. A new value that is tied to one that was loaded before shares its memory."""
-        entry = self.entries[name]
-        key = (entry.offset, entry.dtype, entry.shape, entry.strides) if entry.size_bytes else name
-        value = self[name]
-        owner, tied = self._written.get(key, (name, None))
-        if self.is_loaded(name, target):
-            written: Any = target
-        elif owner != name and not _fits(target, value, device) and _is_on(tied, target, device):
-            written = tied.detach() if isinstance(tied, torch.nn.Parameter) else tied
-        else:
-            written = write_into(target, value, device, entry.strides)
-        self._written.setdefault(key, (name, written))
-        return written  # type: ignore[no-any-return]
+    @functools.cached_property
+    def ties(self) -> dict[object, tuple[str, Array] | None]:
+        """What was loaded first of each group of names that are one tensor in the commit, with its name."""
+        entries = [entry for entry in self.entries.values() if entry.size_bytes]
+        if sum(entry.size_bytes for entry in entries) <= self._layout.size_bytes and not self._has_shards:
+            return {}  # nearly always
+        found = Counter(map(_tie, entries))
+        return {tie: None for tie, number in found.items() if number > 1}
+
+
+def _tie(entry: Entry) -> object:
+    return entry.offset, entry.dtype, entry.shape, entry.strides
 
 
 def is_array(value: object) -> bool:
@@ -145,10 +143,30 @@ def flat_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def load_value(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
-    """Call ``write_into`` for a value by its name, unless ``target`` is loaded already."""
-    if isinstance(values, Values) and name in values.entries:
-        return values.load(target, name, device)
-    return write_into(target, values[name], device)
+    """Call ``write_into`` for a value by its name, unless ``target`` is loaded already.
+
+    A new value that is tied in the commit to one that was loaded before shares its memory.
+    """
+    if not isinstance(values, Values):
+        return write_into(target, values[name], device)
+    if not values.ties:
+        if values.is_loaded(name, target):
+            return target  # type: ignore[return-value]  # a loaded target is a tensor or array
+        entry = values.entries.get(name)
+        return write_into(target, values[name], device, entry.strides if entry is not None else ())
+    entry = values.entries[name]
+    tie = _tie(entry)
+    owner, tied = values.ties.get(tie) or (name, None)
+    written: Any = target
+    if not values.is_loaded(name, target):
+        value = values[name]
+        if owner != name and not _fits(target, value, device) and _is_on(tied, target, device):
+            written = tied.detach() if isinstance(tied, torch.nn.Parameter) else tied
+        else:
+            written = write_into(target, value, device, entry.strides)
+    if tie in values.ties and tied is None:
+        values.ties[tie] = name, written
+    return written  # type: ignore[no-any-return]
 
 
 def is_loaded(target: object, values: Captured, name: str) -> bool:
