@@ -365,8 +365,13 @@ class CommitCopies:
 
     def tie(self, name: str) -> object:
         """Return what names of one tensor have in common, in the first copy with this one; None for an empty tensor."""
-        found = next((opened.entries[name] for opened in self._each() if name in opened.entries), None)
-        return (found.offset, found.dtype, found.shape, found.strides) if found and found.size_bytes else None
+        for opened in self._each():
+            entry = opened.entries.get(name)
+            if entry is not None:  # another copy may have another tensor at the same place
+                return (
+                    (opened.copy, entry.offset, entry.dtype, entry.shape, entry.strides) if entry.size_bytes else None
+                )
+        return None
 
     def find(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a whole tensor. Raises StateError if no copy has it."""

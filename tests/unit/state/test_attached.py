@@ -21,7 +21,9 @@ from elasticstate.compat import dtensors
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError, UsageError
 from elasticstate.state import TorchState
+from elasticstate.state.attached import RestoreTargets
 from elasticstate.state.base import committer_of
+from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.snapshot import Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.sharded import SnapshotCopies, source
@@ -447,3 +449,19 @@ def test_state_that_parameters_share_is_shared_by_those_of_a_new_worker() -> Non
     for each in (optimizer, of_newcomer):
         each.step()
     assert content(model, optimizer) == content(newcomers, of_newcomer)
+
+
+def test_tensors_at_the_same_place_of_two_copies_are_not_one() -> None:
+    states = {}
+    for slot, name in enumerate(("left", "right")):
+        state = states[slot] = state_in(Member(World(1)))
+        state.attach(**{name: Alone(torch.full((2,), float(slot)))}, init=lambda: None)
+        for _ in range(2):
+            state.commit()
+    reader = SnapshotCopies(lambda slot: committer_of(states[slot]).snapshot)
+    copies = CommitCopies(reader, [source(slot, slot, LINE) for slot in states])
+    targets = RestoreTargets(copies)
+    left, right = (targets.tensor(None, f"{name}.w", torch.device("cpu")) for name in ("left", "right"))
+    assert left is not right
+    targets.load(None)
+    assert (left.tolist(), right.tolist()) == ([0, 0], [1, 1])
