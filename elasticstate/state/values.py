@@ -164,7 +164,7 @@ def load_value(target: object, values: Captured, name: str, device: torch.device
             written = tied.detach() if isinstance(tied, torch.nn.Parameter) else tied
         else:
             written = write_into(target, value, device, entry.strides)
-    if tie in values.ties and tied is None:
+    if tie in values.ties and owner == name:  # also if all is loaded once more, as for another state
         values.ties[tie] = name, written
     return written  # type: ignore[no-any-return]
 

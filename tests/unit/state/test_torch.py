@@ -457,9 +457,12 @@ def test_what_is_one_tensor_in_the_commit_is_one_in_a_newcomer() -> None:
     state.weight = state.model.weight.data
     state.array = state.same = np.ones(3)
     state.commit()
-    newcomer = made()
-    newcomer.apply(committer_of(state).snapshot.load_into({}))
+    newcomer, other = made(), made()
+    values = committer_of(state).snapshot.load_into({})
+    other.apply(values)
+    newcomer.apply(values)
     assert newcomer.first is newcomer.second
+    assert newcomer.first is not other.first
     assert newcomer.array is newcomer.same
     assert type(newcomer.weight) is torch.Tensor
     for each in (state, newcomer):
