@@ -101,7 +101,7 @@ class Values(Mapping[str, Any]):
 
     @functools.cached_property
     def ties(self) -> dict[object, tuple[str, Array] | None]:
-        """What was loaded first of each group of names that are one tensor in the commit, with its name."""
+        """The first name of each group that is one tensor in the commit, and the value that was loaded for it."""
         entries = [entry for entry in self.entries.values() if entry.size_bytes]
         if sum(entry.size_bytes for entry in entries) <= self._layout.size_bytes and not self._has_shards:
             return {}  # nearly always
