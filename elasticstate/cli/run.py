@@ -76,8 +76,7 @@ def _require_text(options: Options, variables: Iterable[tuple[str, str]]) -> Non
         for text in texts:
             if text != text.encode(errors="replace").decode():
                 raise OptionError(
-                    f"{what}: {text!a}: must be UTF-8. Rename the file or directory, or set a locale with the "
-                    "encoding of this name (LC_ALL=C.UTF-8)."
+                    f"{what}: {text!a}: must be UTF-8. Change it, or set LC_ALL=C.UTF-8 if its bytes are UTF-8."
                 )
 
 

@@ -35,6 +35,21 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+class OneClock(torch.optim.Optimizer):
+    """All parameters share one tensor that counts the steps, which each of them advances."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                clock = next((entry["clock"] for entry in self.state.values()), torch.zeros(()))
+                self.state[p].setdefault("clock", clock).add_(1)
+                p.sub_(self.state[p]["clock"])
+
+
 def contents(state: TorchState) -> str:
     """Return all tensors by name, to the last digit, and the note."""
     values = {k: v.tolist() for k, v in state.capture().items() if isinstance(v, torch.Tensor | np.ndarray)}

@@ -27,7 +27,7 @@ from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.snapshot import Snapshot
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.sharded import SnapshotCopies, source
-from tests.kit.state import FileStorage, Member, World, read_commit
+from tests.kit.state import FileStorage, Member, OneClock, World, read_commit
 
 LINE = CommitId(1, 2)
 
@@ -415,20 +415,6 @@ def test_torch_reads_a_directory_of_commits(tmp_path: Path) -> None:
     assert torch.equal(found["model.w"], whole)
     assert torch.equal(found["model.low"], low)
     assert found["model.all"].tolist() == [0, 1, 2]
-
-
-class OneClock(torch.optim.Optimizer):
-    """All parameters share one tensor, which each of them advances in each step."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            clock = next((entry["clock"] for entry in self.state.values()), torch.zeros(()))
-            self.state[p].setdefault("clock", clock).add_(1)
-            p.sub_(self.state[p]["clock"])
 
 
 def test_state_that_parameters_share_is_shared_by_those_of_a_new_worker() -> None:

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from elasticstate.errors import StateError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
-from tests.kit.state import read_commit
+from tests.kit.state import OneClock, read_commit
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -428,21 +428,6 @@ def test_what_cannot_be_written_in_place_comes_back(make: Callable[[], torch.Ten
             assert [picture(tensor) for tensor in found] == [expected] * 5
     assert state.model.weight is weight
     newcomer.commit()
-
-
-class OneClock(torch.optim.Optimizer):
-    """All parameters share one tensor that counts the steps, which each of them advances."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                clock = next((entry["clock"] for entry in self.state.values()), torch.zeros(()))
-                self.state[p].setdefault("clock", clock).add_(1)
-                p.sub_(self.state[p]["clock"])
 
 
 def test_what_is_one_tensor_in_the_commit_is_one_in_a_newcomer() -> None:
