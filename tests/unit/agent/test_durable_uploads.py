@@ -204,28 +204,32 @@ def test_a_commit_that_all_slots_hold_is_staged_once_for_each(workers: tuple[Wor
 
 
 def test_workers_that_commit_all_the_time_are_met_at_a_commit_to_come(workers: tuple[Worker, Worker]) -> None:
-    ends = threading.Event()
+    first = CommitId(1, 60)
+    waiting: set[int] = set()  # threads that wait for this commit
+    both_wait = threading.Event()
 
-    def commit_until_the_end(worker: Worker) -> None:
+    def go_on() -> bool:
+        waiting.add(threading.get_ident())
+        if len(waiting) == len(workers):
+            both_wait.set()
+        return True
+
+    def commit_every_second_tick(worker: Worker) -> None:
         worker.tick = 1
-        while not ends.wait(0.005):
-            worker.tick += 1  # every second tick
+        while worker.tick < first.tick:
+            if worker.tick + 2 >= first.tick and not both_wait.wait(60.0):
+                return  # no commit is met
+            worker.tick += 1
             worker.commit()
 
     for worker in workers:
         worker.train()
-    threads = [threading.Thread(target=commit_until_the_end, args=(worker,)) for worker in workers]
+    threads = [threading.Thread(target=commit_every_second_tick, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
-    try:
-        while min(worker.tick for worker in workers) < 20:
-            time.sleep(0.001)
-        first = CommitId(1, max(worker.tick for worker in workers) // 2 * 2 + 40)
-        staged = stage([worker.slot for worker in workers], KEY, workers[0].directory, first)
-    finally:
-        ends.set()
-        for thread in threads:
-            thread.join()
+    staged = stage([worker.slot for worker in workers], KEY, workers[0].directory, first, go_on)
+    for thread in threads:
+        thread.join()
     assert staged.commit == CommitId(1, first.tick + 1), "the first commit from there on"
     assert content(staged) == {float(staged.commit.tick)}
 
