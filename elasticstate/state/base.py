@@ -29,6 +29,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, UnknownValueError, UsageError
 from elasticstate.state.committer import Committer, StateJoinHook
 from elasticstate.state.divergence import Exclusions, Kinds
+from elasticstate.state.in_place import InPlace
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
 from elasticstate.state.tick_record import QuickCapture
@@ -263,6 +264,14 @@ class State(Joinable):
     def _pickled(self) -> dict[str, Any]:
         """Return the values that are pickled, so that a restore replaces them by copies."""
         return {}
+
+    def _restore_pickled(self, values: Captured) -> None:
+        """Restore the values that are pickled, in place where possible. All others have been restored."""
+        parts = self._parts()
+        pickled = {name for name in parts if not (isinstance(values[name], Tree) or is_array(values[name]))}
+        in_place = InPlace(value for name, value in parts.items() if name not in pickled)
+        for name in sorted(pickled):
+            setattr(self, name, in_place.restore(parts[name], values[name]))
 
     def _replaced(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the name of the value that has contained the optimizer, or a module whose parameters it writes, and
@@ -514,8 +523,8 @@ def committer_of(state: State) -> Committer:
 class ObjectState(State):
     """A state of plain values: numbers, lists, dicts and other objects that can be pickled; also tensors and arrays.
 
-    ``restore`` creates new objects: it undoes changes made in place in a list or dict, and you read ``state.x`` again
-    afterwards. Tensors and numpy arrays are written in place.
+    ``restore`` writes into tensors, arrays, lists, dicts, random generators and objects of the script's classes. Other
+    values are new objects: read ``state.x`` again afterwards.
     """
 
     def _check_value(self, name: str, value: object) -> None:
@@ -541,5 +550,6 @@ class ObjectState(State):
     def apply(self, values: Captured) -> None:
         self._check_names(values, ObjectState.capture)
         for name in self._names:
-            value = values[name]
-            setattr(self, name, load_bare(name, getattr(self, name), values) if is_array(value) else value)
+            if is_array(values[name]):
+                setattr(self, name, load_bare(name, getattr(self, name), values))
+        self._restore_pickled(values)

@@ -214,8 +214,7 @@ class TorchState(State):
                 setattr(self, name, value := load_bare(name, live, values))
                 if name in parameters:
                     parameters[name] = value
-            else:
-                setattr(self, name, saved)
+        self._restore_pickled(values)
 
     def _load(self, name: str, live: Any, tree: Any, values: Captured, parameters: Mapping[str, torch.Tensor]) -> None:
         if isinstance(live, torch.nn.Module):

@@ -184,6 +184,8 @@ def _content(value: Any) -> Any:
         return value.state_dict()
     if isinstance(value, random.Random):
         return value.getstate()
+    if type(value).__module__ == "__main__":
+        return {key: _content(part) for key, part in vars(value).items()}
     return list(value) if isinstance(value, collections.deque) else value
 
 

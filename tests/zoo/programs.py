@@ -940,6 +940,51 @@ def curriculum(z: Keeper | Part) -> None:
     loop(z, state, step)
 
 
+class Noam:
+    """Learning rates around an optimizer, as in the Annotated Transformer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * min(self.steps**-0.5, self.steps / 8)
+        self.optimizer.step()
+
+
+class Average:
+    """A moving average of a model that has no state_dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * p.detach()
+
+
+@program()
+def objects_with_other_references(z: Keeper | Part) -> None:
+    """The script uses its own references to plain values. Two of them refer to the model, or to its optimizer."""
+    model = net()
+    schedule = Noam(torch.optim.Adam(model.parameters()))
+    average, losses, dice = Average(model), [0.0], random.Random(1)
+    state = state_of(z, model=model, schedule=schedule, average=average, losses=losses, dice=dice)
+
+    def step(ddp: nn.Module) -> None:
+        schedule.optimizer.zero_grad()
+        z.at("forward")
+        loss = ddp(inputs(state.step)).square().mean() * dice.random()
+        z.backward(loss).backward()
+        schedule.step()
+        average.update()
+        losses.append(loss.item())
+
+    loop(z, state, step)
+
+
 class OwnState(elastic.State):
     """A state that a user defines with ``capture`` and ``apply``."""
 
@@ -1245,7 +1290,7 @@ GROUPS = {
     ),
     "values": (
         *("best_weights", "counts_in_numpy", "table_written_through_data", "replay_buffer"),
-        *("hidden_state_of_a_recurrent_net", "normalized_inputs", "curriculum"),
+        *("hidden_state_of_a_recurrent_net", "normalized_inputs", "curriculum", "objects_with_other_references"),
     ),
     "modules": (
         *("tied_weights", "parametrized_weights", "batch_norm", "dropout_with_a_seed_for_each_step"),

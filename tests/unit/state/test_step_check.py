@@ -470,6 +470,32 @@ def test_only_the_first_step_searches_the_state(
 # ------------------------------------------------------------------------- values that a restore replaces by copies
 
 
+class Sealed(Agent):
+    """An object with a pickling of its own, which a restore cannot write into."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (TorchState, lambda agent: {"agent": agent}),
+        (TorchState, lambda agent: {"agent": [agent, 0.5]}),
+        (ObjectState, lambda agent: {"agent": agent, "step": 0}),
+    ],
+    ids=["object", "list", "object_state"],
+)
+def test_a_script_that_trains_what_a_restore_has_replaced(kind: type[State], values: Callable[..., Any]) -> None:
+    agent = Sealed()
+    state = kind(**values(agent))
+    train(state, lambda: step(agent.net, agent.optimizer))
+    state.restore()
+    fails_at_the_first_step(
+        state, lambda: step(agent.net, agent.optimizer), "steps on what state.agent was before this worker received"
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -480,14 +506,17 @@ def test_only_the_first_step_searches_the_state(
     ],
     ids=["object", "list", "optimizer_apart", "object_state"],
 )
-def test_a_script_that_trains_what_a_restore_has_replaced(kind: type[State], values: Callable[..., Any]) -> None:
+def test_a_script_trains_what_a_restore_has_written(kind: type[State], values: Callable[..., Any]) -> None:
     agent = Agent()
     state = kind(**values(agent))
     train(state, lambda: step(agent.net, agent.optimizer))
+    weight = agent.net.weight.detach().clone()
+    step(agent.net, agent.optimizer)
     state.restore()
-    fails_at_the_first_step(
-        state, lambda: step(agent.net, agent.optimizer), "steps on what state.agent was before this worker received"
-    )
+    assert torch.equal(agent.net.weight, weight)
+    with StepCheck(state, lambda: None):
+        step(agent.net, agent.optimizer)
+    assert not torch.equal(agent.net.weight, weight)
 
 
 def test_a_script_that_trains_what_the_state_has_now() -> None:

@@ -77,10 +77,16 @@ def test_other_objects_than_in_the_commit_are_named() -> None:
 def test_a_container_with_plain_values_in_it_is_a_plain_value() -> None:
     state = TorchState(pair=[nn.Linear(2, 2), 0.5])
     state.commit()
+    assert "pair" in state._pickled()
     first = state.pair[0]
+    weight = first.weight.detach().clone()
+    with torch.no_grad():
+        first.weight.zero_()
+    state.pair[1] = 0.7
     state.restore()
     assert state.pair[1] == 0.5
-    assert state.pair[0] is not first
+    assert state.pair[0] is first
+    assert torch.equal(first.weight, weight)
 
 
 @pytest.mark.parametrize("contain", [list, tuple, lambda objects: dict(zip("ab", objects, strict=True))])
