@@ -41,6 +41,7 @@ from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of, search
 from elasticstate.state.loader import is_stateful
+from elasticstate.state.optimizer_state import is_plain_optimizer
 from elasticstate.state.values import Captured, Tree, flat_bytes, is_array
 from elasticstate.tracebacks import is_of_the_script
 
@@ -419,6 +420,8 @@ _warned: set[str] = set()
 class Forgotten:
     """The script's schedulers, scalers and modules that no commit contains. Create it when ``train`` has been called.
 
+    An object that refers to an optimizer of the state and to no module, and whose numbers change, is a scheduler, too.
+
     A worker that is restarted begins with new ones: with a forgotten scheduler it would train at another learning rate
     than the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten
     average of the weights, or target network, begins anew.
@@ -434,10 +437,11 @@ class Forgotten:
     def __init__(self, train: Callable[..., object]) -> None:
         found: dict[int, tuple[str, Any]] = {}
         for name, value in _reachable(train):
-            if _is_a(value, torch.nn.Module, *_KEYS):
+            if _is_a(value, torch.nn.Module, *_KEYS) or _optimizer_of(value) is not None:
                 found.setdefault(id(value), (name, value))
         self._found = [(name, weakref.ref(value)) for name, value in found.values()]
-        self._modules: list[_Sample] | None = None  # those that the state lacks
+        self._modules: list[_Sample | _Numbers] | None = None  # those that the state lacks
+        self._watched: set[str] = set()  # variables of objects that refer to an optimizer
         self._commits, self._next_look = 0, 1
 
     def judge(
@@ -459,11 +463,16 @@ class Forgotten:
         found = [(variable, value) for variable, reference in self._found if (value := reference()) is not None]
         kept = {id(part) for part in _with_parts(all_of)} if found else set()
         modules = []
+        wrappers: list[_Sample | _Numbers] = []
         for variable, value in found:
             if id(value) in kept or variable in _warned:
                 continue
             kind = next((kind for kind in _KEYS if isinstance(value, kind)), None)
-            if kind is None:
+            if kind is None and not _is_a(value, torch.nn.Module):
+                if _optimizer_of(value) is optimizer and variable not in self._watched:
+                    self._watched.add(variable)
+                    wrappers.append(_Numbers(variable, value))
+            elif kind is None:
                 modules.append((variable, value))
             elif _is_used(value, optimizer):
                 saved = any(isinstance(part, dict) and (not part or _KEYS[kind] in part) for part in values.values())
@@ -472,6 +481,7 @@ class Forgotten:
         if self._modules is None:
             outside = [(v, m) for v, m in modules if not any(id(p) in tensors for p in m.parameters())]
             self._modules = [_Sample(variable, module) for variable, module in outside]
+        self._modules += wrappers
 
     def begin_commit(self) -> None:
         """Look for modules that have changed, at fewer and fewer commits: a look waits for the device."""
@@ -481,8 +491,8 @@ class Forgotten:
             changed = [sample for sample in self._modules if sample.has_changed()]
             self._modules = [sample for sample in self._modules if sample not in changed]
             for sample in changed:
-                if (module := sample.module()) is not None and sample.variable not in _warned:
-                    _warn(sample.variable, module, "changes while the script trains")
+                if (value := sample.value()) is not None and sample.variable not in _warned:
+                    _warn(sample.variable, value, "changes while the script trains")
 
 
 _at_begin: weakref.WeakKeyDictionary[State, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -490,7 +500,7 @@ _at_begin: weakref.WeakKeyDictionary[State, frozenset[str]] = weakref.WeakKeyDic
 
 
 class PlainAttributes:
-    """Numbers and tensors that modules of the state have as plain attributes, which no commit contains.
+    """Numbers and tensors that modules and optimizers of the state have as plain attributes, which no commit contains.
 
     A restore leaves them as they are, and a worker that is restarted begins with the script's: an average that is no
     buffer would be updated twice with one batch on one rank, and begin anew on another. Named are those that are there
@@ -523,24 +533,31 @@ class PlainAttributes:
         if new := [place for place in changed if place not in _warned]:
             _warned.update(new)
             logger.warning(
-                "state.%s%s: plain attributes of modules change while the script trains, and no commit contains them. "
-                "A restore leaves them as they are, and a worker that is restarted begins with the script's. Make a "
-                "tensor a buffer (register_buffer), and give a number to the state.",
+                "state.%s%s: plain attributes of modules or optimizers change while the script trains, and no commit "
+                "contains them. A restore leaves them as they are, and a worker that is restarted begins with the "
+                "script's. Make a tensor of a module a buffer (register_buffer), keep a number of an optimizer in its "
+                "param_groups, and give any other number to the state.",
                 ", state.".join(new[:_NAMED]),
                 ", …" if len(new) > _NAMED else "",
             )
 
 
 _NAMED = 3  # attributes in a warning
+_NO_EXTRA_STATE = torch.nn.Module.get_extra_state
 
 
 def _attributes(values: Mapping[str, object]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the place of each attribute, its value, and what is compared of it."""
     for name, root in values.items():
-        for path, module in root.named_modules(prefix=name) if isinstance(root, torch.nn.Module) else ():
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+        parts: Iterable[tuple[str, object]] = ()
+        if isinstance(root, torch.nn.Module):
+            parts = root.named_modules(prefix=name)
+        elif is_plain_optimizer(root):
+            parts = [(name, root)]
+        for path, part in parts:
+            if isinstance(part, torch.nn.Module) and type(part).get_extra_state is not _NO_EXTRA_STATE:
                 continue
-            for key, value in list(vars(module).items()):
+            for key, value in list(vars(part).items()):
                 if type(value) in (int, float):
                     yield f"{path}.{key}", value, value
                 elif type(value) is torch.Tensor and value.grad_fn is None and not value.is_meta and value.numel():
@@ -560,14 +577,46 @@ class _Sample:
     """Some elements of a module's parameters."""
 
     def __init__(self, variable: str, module: torch.nn.Module) -> None:
-        self.variable, self.module = variable, weakref.ref(module)
+        self.variable, self.value = variable, weakref.ref(module)
         self._elements = _elements(module)
 
     def has_changed(self) -> bool:
-        module = self.module()
+        module = self.value()
         now = _elements(module) if module is not None else []
         pairs = zip(self._elements, now, strict=False)
         return any(a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+class _Numbers:
+    """The numbers that an object has as attributes."""
+
+    def __init__(self, variable: str, value: object) -> None:
+        self.variable, self.value = variable, weakref.ref(value)
+        self._numbers = self._read()
+
+    def has_changed(self) -> bool:
+        return self._read() != self._numbers
+
+    def _read(self) -> dict[str, int | float]:
+        return {key: number for key, number in _vars(self.value()).items() if type(number) in (int, float)}
+
+
+def _optimizer_of(value: object) -> Optimizer | None:
+    """Return the optimizer to which an object of a class refers by an attribute, if it refers to no module."""
+    if _is_a(value, torch.nn.Module, Optimizer, State, type, ModuleType, FunctionType, MethodType):
+        return None
+    parts = list(_vars(value).values())
+    if any(_is_a(part, torch.nn.Module, State) for part in parts):
+        return None
+    return next((part for part in parts if _is_a(part, Optimizer)), None)
+
+
+def _vars(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, without any code of its class."""
+    with suppress(AttributeError, TypeError):
+        found = object.__getattribute__(value, "__dict__")
+        return dict(found) if type(found) is dict else {}
+    return {}
 
 
 def _elements(module: torch.nn.Module) -> list[torch.Tensor]:

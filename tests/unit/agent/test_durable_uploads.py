@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -70,6 +70,24 @@ def train(state):
 train(state)
 """
 STATE = "state = elastic.TorchState(model=model, optimizer=optimizer)\n"
+SCHEDULE = """
+class Schedule:
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+        self.optimizer.step()
+
+schedule = Schedule(optimizer)
+
+@elastic.run
+def train(state):
+    for _ in range(5):
+        model(torch.ones(1, 2)).sum().backward()
+        schedule.step()
+        state.commit()
+"""
 
 
 @pytest.mark.parametrize(
@@ -119,6 +137,7 @@ STATE = "state = elastic.TorchState(model=model, optimizer=optimizer)\n"
             "train(state)",
             "inner (StepLR) changes",
         ),
+        (f"{SCHEDULE}{STATE}train(state)", "schedule (Schedule) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='lerp_(old, 0.1)')}", "target (Linear) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='data.copy_(old)')}", "target (Linear) changes while the script trains"),
     ],
@@ -146,6 +165,9 @@ def test_one_that_the_state_lacks_is_named_once(
         f"{STATE}@elastic.run\ndef train(state):\n    scheduler = StepLR(optimizer, 1)\n    step()\n\ntrain(state)",
         f"other = StepLR(SGD(nn.Linear(2, 2).parameters(), lr=0.1), 1)\n{STATE}{FUNCTION}train(state)",
         f"{COPY}{STATE}{UPDATE.format(update='sum()')}",
+        f"{SCHEDULE}state = elastic.TorchState(model=model, optimizer=optimizer, schedule=schedule)\ntrain(state)",
+        f"{SCHEDULE}schedule.model = model  # a trainer, whose numbers may be figures\n{STATE}train(state)",
+        f"{SCHEDULE}{STATE}schedule.steps = 'none'\nSchedule.step = lambda self: self.optimizer.step()\ntrain(state)",
         f"import copy\nouter = nn.Sequential(model)\n{STATE}{FUNCTION}train(state)",
         f"scaler = torch.amp.GradScaler('cpu', enabled=False)\n{STATE}{FUNCTION}train(state)",
         "class Wrapper:\n    def __init__(self, of):\n        self.of = of\n"
@@ -210,6 +232,38 @@ def test_plain_attributes_of_modules_that_change_are_named(
     found = warnings_of(NET.format(update=update), tmp_path, caplog, "plain attributes")
     assert len(found) == bool(begin)
     assert "".join(found).startswith(begin)
+
+
+@pytest.mark.parametrize(("attribute", "begin"), [("steps", "state.optimizer.steps: plain"), ("_", "")])
+def test_plain_attributes_of_an_optimizer_that_change_are_named(
+    attribute: str, begin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = f"""
+    class Counting(SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self.steps, self.rank = 0, 0
+
+        def step(self):
+            self.{attribute} = self.param_groups[0].get("steps", 0) + 1
+            self.param_groups[0]["steps"] = self.{attribute}
+            super().step()
+
+    optimizer = Counting(model.parameters())
+    state = elastic.TorchState(model=model, optimizer=optimizer)
+
+    @elastic.run
+    def train(state):
+        optimizer.rank = elastic.rank()
+        for _ in range(5):
+            step(optimizer)
+            state.commit()
+
+    train(state)
+    """
+    found = warnings_of(textwrap.dedent(program), tmp_path, caplog, "plain attributes")
+    assert "".join(found).startswith(begin)
+    assert len(found) == bool(begin)
 
 
 def test_a_module_with_an_extra_state_of_its_own_and_a_weight_that_is_computed_are_not(
