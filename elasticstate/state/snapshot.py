@@ -313,7 +313,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
     elif tensor.is_meta:
         kind = "tensor on the meta device"
     elif torch.nn.parameter.is_lazy(tensor):
-        kind = "lazy parameter that has no shape yet"
+        kind = "lazy parameter that has no shape yet (call the model once before the first commit)"
     else:
         return
     raise StateError(

@@ -20,12 +20,10 @@ Not judged: states with a ``capture`` of their own, and steps in compiled code, 
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FunctionType, MethodType, ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,17 +31,16 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.optim.swa_utils import AveragedModel
 
 from elasticstate._native import checksum
 from elasticstate.compat import dtensors
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of, search
+from elasticstate.state.forgotten import LONGEST_SAMPLE, WARNED, Forgotten, are_equal
 from elasticstate.state.loader import is_stateful
 from elasticstate.state.optimizer_state import is_plain_optimizer
 from elasticstate.state.values import Captured, Tree, flat_bytes, is_array
-from elasticstate.tracebacks import is_of_the_script
 
 _has_warned = False
 
@@ -126,7 +123,7 @@ class StepCheck:
     def _before_a_commit(self) -> None:
         self._raise_refusal()
         if self._forgotten is not None:
-            self._forgotten.begin_commit()
+            self._forgotten.begin_commit(self._sources())
         if self._attributes is not None:
             with suppress(Exception):
                 self._attributes.begin_commit(self._sources())
@@ -401,100 +398,6 @@ def _checksum(tensor: torch.Tensor) -> int:
     return checksum(content, 0, len(content))
 
 
-_KEYS = {LRScheduler: "last_epoch", torch.amp.GradScaler: "_growth_tracker", AveragedModel: "n_averaged"}
-"""Classes of objects that a state may lack, and a key by which the result of their ``state_dict()`` can be told."""
-
-_EFFECTS = {
-    LRScheduler: "changes the learning rates of state.{optimizer}",
-    torch.amp.GradScaler: "scales gradients",
-    AveragedModel: "averages weights",
-}
-
-_SAMPLED, _LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
-
-_LONGEST_LIST = 100  # items of a list or dict that are looked at
-
-_warned: set[str] = set()
-
-
-class Forgotten:
-    """The script's schedulers, scalers and modules that no commit contains. Create it when ``train`` has been called.
-
-    An object that refers to an optimizer of the state and to no module, and whose numbers change, is a scheduler, too.
-
-    A worker that is restarted begins with new ones: with a forgotten scheduler it would train at another learning rate
-    than the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten
-    average of the weights, or target network, begins anew.
-
-    The search covers what the training function can reach by a name: its arguments, global variables and those of
-    enclosing functions, and from these one step into lists, dicts, and the script's own objects, functions and modules.
-    An object that the function makes itself begins anew on all ranks, so local variables do not count.
-
-    Schedulers and scalers are named at the first step of their optimizer. Modules are named when their parameters have
-    changed. A pretrained network that stays as it is may stay outside of the state.
-    """
-
-    def __init__(self, train: Callable[..., object]) -> None:
-        found: dict[int, tuple[str, Any]] = {}
-        for name, value in _reachable(train):
-            if _is_a(value, torch.nn.Module, *_KEYS) or _optimizer_of(value) is not None:
-                found.setdefault(id(value), (name, value))
-        self._found = [(name, weakref.ref(value)) for name, value in found.values()]
-        self._modules: list[_Sample | _Numbers] | None = None  # those that the state lacks
-        self._watched: set[str] = set()  # variables of objects that refer to an optimizer
-        self._commits, self._next_look = 0, 1
-
-    def judge(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        values: Mapping[str, object],
-        all_of: Iterable[object],
-        tensors: Container[int],
-    ) -> None:
-        """Name what the state lacks, when one of its optimizers is about to step.
-
-        Args:
-            name: that of the optimizer in the state.
-            values: all values of the state.
-            all_of: the objects that these refer to.
-            tensors: ids of the state's parameters.
-        """
-        found = [(variable, value) for variable, reference in self._found if (value := reference()) is not None]
-        kept = {id(part) for part in _with_parts(all_of)} if found else set()
-        modules = []
-        wrappers: list[_Sample | _Numbers] = []
-        for variable, value in found:
-            if id(value) in kept or variable in _warned:
-                continue
-            kind = next((kind for kind in _KEYS if isinstance(value, kind)), None)
-            if kind is None and not _is_a(value, torch.nn.Module):
-                if _optimizer_of(value) is optimizer and variable not in self._watched:
-                    self._watched.add(variable)
-                    wrappers.append(_Numbers(variable, value))
-            elif kind is None:
-                modules.append((variable, value))
-            elif _is_used(value, optimizer):
-                saved = any(isinstance(part, dict) and (not part or _KEYS[kind] in part) for part in values.values())
-                if not saved:
-                    _warn(variable, value, _EFFECTS[kind].format(optimizer=name))
-        if self._modules is None:
-            outside = [(v, m) for v, m in modules if not any(id(p) in tensors for p in m.parameters())]
-            self._modules = [_Sample(variable, module) for variable, module in outside]
-        self._modules += wrappers
-
-    def begin_commit(self) -> None:
-        """Look for modules that have changed, at fewer and fewer commits: a look waits for the device."""
-        self._commits += 1
-        if self._modules and self._commits == self._next_look:
-            self._next_look *= 2
-            changed = [sample for sample in self._modules if sample.has_changed()]
-            self._modules = [sample for sample in self._modules if sample not in changed]
-            for sample in changed:
-                if (value := sample.value()) is not None and sample.variable not in _warned:
-                    _warn(sample.variable, value, "changes while the script trains")
-
-
 _at_begin: weakref.WeakKeyDictionary[State, frozenset[str]] = weakref.WeakKeyDictionary()
 """Places of the plain attributes that modules of a state had when it was first trained."""
 
@@ -522,16 +425,16 @@ class PlainAttributes:
             return
         self._next_look *= 2
         found = [(place, value, kept) for place, value, kept in _attributes(values) if place in self._places]
-        changed = [name for name, _, kept in found if name in self._known and not _are_equal(kept, self._known[name])]
+        changed = [name for name, _, kept in found if name in self._known and not are_equal(kept, self._known[name])]
         if changed:
             committed = [value for value in values.values() if isinstance(value, int | float | torch.Tensor)]
             live = {place: value for place, value, _ in found}
-            self._warn([name for name in changed if not any(_are_equal(live[name], other) for other in committed)])
+            self._warn([name for name in changed if not any(are_equal(live[name], other) for other in committed)])
         self._known = {place: kept for place, _, kept in found}
 
     def _warn(self, changed: list[str]) -> None:
-        if new := [place for place in changed if place not in _warned]:
-            _warned.update(new)
+        if new := [place for place in changed if place not in WARNED]:
+            WARNED.update(new)
             logger.warning(
                 "state.%s%s: plain attributes of modules or optimizers change while the script trains, and no commit "
                 "contains them. A restore leaves them as they are, and a worker that is restarted begins with the "
@@ -561,157 +464,7 @@ def _attributes(values: Mapping[str, object]) -> Iterator[tuple[str, Any, Any]]:
                 if type(value) in (int, float):
                     yield f"{path}.{key}", value, value
                 elif type(value) is torch.Tensor and value.grad_fn is None and not value.is_meta and value.numel():
-                    yield f"{path}.{key}", value, value.detach().flatten()[:_LONGEST_SAMPLE].clone()
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.device == other.device and torch.equal(one, other)
-    is_number = not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
-    return is_number and bool(one == other or (one != one and other != other))  # NaN
-
-
-class _Sample:
-    """Some elements of a module's parameters."""
-
-    def __init__(self, variable: str, module: torch.nn.Module) -> None:
-        self.variable, self.value = variable, weakref.ref(module)
-        self._elements = _elements(module)
-
-    def has_changed(self) -> bool:
-        module = self.value()
-        now = _elements(module) if module is not None else []
-        pairs = zip(self._elements, now, strict=False)
-        return any(a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-
-
-class _Numbers:
-    """The numbers that an object has as attributes."""
-
-    def __init__(self, variable: str, value: object) -> None:
-        self.variable, self.value = variable, weakref.ref(value)
-        self._numbers = self._read()
-
-    def has_changed(self) -> bool:
-        return self._read() != self._numbers
-
-    def _read(self) -> dict[str, int | float]:
-        return {key: number for key, number in _vars(self.value()).items() if type(number) in (int, float)}
-
-
-def _optimizer_of(value: object) -> Optimizer | None:
-    """Return the optimizer to which an object of a class refers by an attribute, if it refers to no module."""
-    if _is_a(value, torch.nn.Module, Optimizer, State, type, ModuleType, FunctionType, MethodType):
-        return None
-    parts = list(_vars(value).values())
-    if any(_is_a(part, torch.nn.Module, State) for part in parts):
-        return None
-    return next((part for part in parts if _is_a(part, Optimizer)), None)
-
-
-def _vars(value: object) -> dict[str, Any]:
-    """Return the attributes of an object, without any code of its class."""
-    with suppress(AttributeError, TypeError):
-        found = object.__getattribute__(value, "__dict__")
-        return dict(found) if type(found) is dict else {}
-    return {}
-
-
-def _elements(module: torch.nn.Module) -> list[torch.Tensor]:
-    whole = [
-        p for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and p.is_floating_point()
-    ]
-    chosen = whole[:: max(1, len(whole) // _SAMPLED)][:_SAMPLED]
-    return [p.detach().flatten()[:_LONGEST_SAMPLE].clone() for p in chosen]
-
-
-def _warn(variable: str, value: object, effect: str) -> None:
-    _warned.add(variable)
-    whole = variable.partition("[")[0]  # a list or dict can be a value of the state
-    logger.warning(
-        "%s (%s) %s, but is in no value of the state: a worker that is restarted begins with a new one, and differs "
-        "from the others. Give it to the state: TorchState(..., %s=%s).",
-        variable,
-        type(value).__name__,
-        effect,
-        whole.rpartition(".")[2],
-        whole,
-    )
-
-
-def _is_a(value: object, *classes: type) -> bool:
-    """Return True for an instance of a class. ``isinstance`` would also run code of objects that stand for others."""
-    return issubclass(type(value), classes)
-
-
-def _is_used(value: object, optimizer: Optimizer) -> bool:
-    if isinstance(value, LRScheduler):
-        return value.optimizer is optimizer
-    return not isinstance(value, torch.amp.GradScaler) or value.is_enabled()
-
-
-def _with_parts(objects: Iterable[object]) -> Iterator[object]:
-    """Yield the objects, and the schedulers of which one among them consists."""
-    pending = list(objects)
-    while pending:
-        value = pending.pop()
-        yield value
-        if isinstance(value, LRScheduler):
-            for part in vars(value).values():
-                pending += [
-                    s for s in (part if isinstance(part, list | tuple) else [part]) if isinstance(s, LRScheduler)
-                ]
-
-
-def _reachable(train: Callable[..., object]) -> Iterator[tuple[str, Any]]:
-    """Yield what the training function can reach, with names: its own variables first."""
-    names = list(_names_of(train))
-    yield from names
-    for name, value in names:
-        if _is_a(value, list, tuple):
-            yield from ((f"{name}[{i}]", part) for i, part in enumerate(value[:_LONGEST_LIST]))
-        elif type(value) is dict:
-            yield from ((f"{name}[{key!r}]", value[key]) for key in list(value)[:_LONGEST_LIST])
-        elif _is_a(value, torch.nn.Module, Optimizer, State, type) or not _is_of_the_script(value):
-            continue
-        elif _is_a(value, FunctionType, MethodType):
-            yield from _names_of(value)
-        else:
-            with suppress(AttributeError):
-                parts = object.__getattribute__(value, "__dict__")
-                yield from ((f"{name}.{key}", part) for key, part in list(parts.items()))
-
-
-def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a call that is a ``partial``, and the variables outside of its function."""
-    arguments: list[Any] = []
-    while not isinstance(call, FunctionType):
-        if isinstance(call, functools.partial):
-            arguments = [*call.args, *arguments]
-            yield from call.keywords.items()
-            call = call.func
-        elif isinstance(call, MethodType):
-            arguments = [call.__self__, *arguments]
-            call = call.__func__
-        else:
-            return
-    function = call
-    while isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
-        function = inner
-    yield from zip(function.__code__.co_varnames, arguments, strict=False)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a variable that is not assigned yet
-            yield name, cell.cell_contents
-    yield from list(function.__globals__.items())
-
-
-def _is_of_the_script(value: Any) -> bool:
-    """Return True for a module of the script, and for an object whose function or class one of them defines."""
-    home = value if _is_a(value, FunctionType, MethodType) else type(value)
-    module = value if _is_a(value, ModuleType) else sys.modules.get(getattr(home, "__module__", None) or "")
-    return module is not None and is_of_the_script(getattr(module, "__file__", None) or "<frozen ")
+                    yield f"{path}.{key}", value, value.detach().flatten()[:LONGEST_SAMPLE].clone()
 
 
 _Mark = tuple["weakref.ref[torch.Tensor]", int]

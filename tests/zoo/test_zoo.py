@@ -103,6 +103,8 @@ def check_what_happened(job: Job, plan: Plan, directory: Path) -> None:
     replaced = job.output.count("this worker is restarted: it cannot go back to its commit")  # by its own hand
     struck = sum(FULL if strike.rank < 0 else 1 for strike in plan.strikes)
     assert len(killed) == struck + replaced, job.output[-4000:]
+    warned = [line for line in job.output.splitlines() if "is in no value of the state" in line]
+    assert not warned, "a correct program gets no warning"
     sizes = [event["size"] for event in job.events("world_formed")]
     assert sizes[0] == sizes[-1] == FULL, sizes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate import present_world
-from elasticstate.state import step_check
+from elasticstate.state import forgotten
 from elasticstate.worker import run
 
 BEGIN = """
@@ -40,7 +40,7 @@ def train(state):
 
 @pytest.fixture(autouse=True)
 def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_check, "_warned", set())
+    forgotten.WARNED.clear()
     monkeypatch.setattr(run, "_used", False)
     monkeypatch.setattr(run, "_loop", None)
     monkeypatch.setattr(present_world, "_present", None)
@@ -86,6 +86,44 @@ def train(state):
     for _ in range(5):
         model(torch.ones(1, 2)).sum().backward()
         schedule.step()
+        state.commit()
+"""
+COUNT = """
+steps = 0
+
+def count():
+    global steps
+    steps += 1
+
+@elastic.run
+def train(state, each):
+    for _ in range(5):
+        step()
+        each()
+        state.commit()
+"""
+AVERAGE = """
+class Average:
+    def __init__(self, parameters):
+        self.shadow = [p.detach().clone() for p in parameters]
+
+    def update(self, parameters):
+        for shadow, p in zip(self.shadow, parameters):
+            shadow.lerp_(p.detach(), 0.1)
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = state["shadow"]
+
+average = Average(model.parameters())
+
+@elastic.run
+def train(state):
+    for _ in range(5):
+        step()
+        average.update(model.parameters())
         state.commit()
 """
 
@@ -138,6 +176,15 @@ def train(state):
             "inner (StepLR) changes",
         ),
         (f"{SCHEDULE}{STATE}train(state)", "schedule (Schedule) changes while the script trains"),
+        (f"{SCHEDULE}schedule.model = model\n{STATE}train(state)", "schedule.steps (int) changes"),
+        (f"{COUNT}{STATE}train(state, count)", "steps (int) changes while the script trains"),
+        (
+            f"{STATE}def main():\n    best = 0.0\n    @elastic.run\n    def train(state):\n        nonlocal best\n"
+            "        for _ in range(5):\n            step()\n            best = max(best, best + 1)\n"
+            "            state.commit()\n    train(state)\nmain()",
+            "best (float) changes while the script trains",
+        ),
+        (f"{AVERAGE}{STATE}train(state)", "average (Average) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='lerp_(old, 0.1)')}", "target (Linear) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='data.copy_(old)')}", "target (Linear) changes while the script trains"),
     ],
@@ -148,7 +195,9 @@ def test_one_that_the_state_lacks_is_named_once(
     (warning,) = warnings_of(program, tmp_path, caplog)
     assert warning.startswith(begin)
     value = begin.partition(" ")[0].partition("[")[0]
-    assert warning.endswith(f"Give it to the state: TorchState(..., {value.rpartition('.')[2]}={value}).")
+    name = value.rpartition(".")[2]
+    instead = f", and use state.{name} instead" if "(int)" in warning or "(float)" in warning else ""
+    assert warning.endswith(f"Give it to the state: TorchState(..., {name}={value}){instead}.")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +215,12 @@ def test_one_that_the_state_lacks_is_named_once(
         f"other = StepLR(SGD(nn.Linear(2, 2).parameters(), lr=0.1), 1)\n{STATE}{FUNCTION}train(state)",
         f"{COPY}{STATE}{UPDATE.format(update='sum()')}",
         f"{SCHEDULE}state = elastic.TorchState(model=model, optimizer=optimizer, schedule=schedule)\ntrain(state)",
-        f"{SCHEDULE}schedule.model = model  # a trainer, whose numbers may be figures\n{STATE}train(state)",
+        f"{SCHEDULE}schedule.model = model  # a trainer, whose numbers may be figures\n{STATE}".replace("+= 1", "= 1.5")
+        + "train(state)",
+        f"{COUNT}state = elastic.TorchState(model=model, optimizer=optimizer, steps=0)\n"
+        "def each():\n    count()\n    state.steps = steps\ntrain(state, each)",
+        f"{COUNT}{STATE}train(state, lambda: None)",
+        f"{COUNT}{STATE}last = 0\ndef each():\n    global last\n    last = 1.5\ntrain(state, each)",
         f"{SCHEDULE}{STATE}schedule.steps = 'none'\nSchedule.step = lambda self: self.optimizer.step()\ntrain(state)",
         f"import copy\nouter = nn.Sequential(model)\n{STATE}{FUNCTION}train(state)",
         f"scaler = torch.amp.GradScaler('cpu', enabled=False)\n{STATE}{FUNCTION}train(state)",
