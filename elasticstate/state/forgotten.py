@@ -50,7 +50,7 @@ WARNED: set[str] = set()
 
 
 class Forgotten:
-    """What no commit contains, of one training function. Create it when ``train`` has been called.
+    """Search for what no commit contains. Create it when ``train`` has been called.
 
     Schedulers and scalers are named at the first step of their optimizer, what else there is when it has changed: the
     parameters of modules; the numbers and tensors of an object with ``state_dict()``, or that refers to an optimizer of
