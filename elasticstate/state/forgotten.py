@@ -46,7 +46,7 @@ _SAMPLED, LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
 _LONGEST_LIST = 100  # items of a list or dict that are looked at
 
 WARNED: set[str] = set()
-"""What a warning has named in this process."""
+"""Names that a warning has had in this process."""
 
 
 class Forgotten:
