@@ -7,13 +7,16 @@ model. It keeps these, instead of the copies in its pickle.
 
 A live object takes the content of one object of the commit. What the script shares, or does not share, is as in the
 commit. Copies remain: objects with pickling of their own, whose content only they know; objects with a hash of their
-own; and what has nothing of its type at its place in the live value.
+own; what has nothing of its type at its place in the live value; and arguments of the command line, which scripts give
+the rank and the device of their process.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -35,9 +38,14 @@ class InPlace:
     """In-place restore of several values, which may share objects. ``own``: the values that have been restored."""
 
     def __init__(self, own: Iterable[object]) -> None:
-        self._own = {id(part): part for value in own for part in _parts_of(value)}
+        self._values = own
         self._results: dict[int, Any] = {}  # by the id of the object in the commit
         self._taken: set[int] = set()  # ids of the live objects that have their content
+
+    @functools.cached_property
+    def _own(self) -> dict[int, object]:
+        """The own values and their parts, by id. Most states need none, and a model may have many."""
+        return {id(part): part for value in self._values for part in _parts_of(value)}
 
     def restore(self, live: object, saved: object) -> Any:
         """Return ``live`` with the content of ``saved``, or ``saved`` itself if that cannot be."""
@@ -204,7 +212,7 @@ def _can_be_written(live: object, saved: object) -> bool:
     kind = type(live)
     if isinstance(live, _WHOLE):
         return _are_alike(live, saved)
-    if isinstance(live, torch.Tensor | np.ndarray):
+    if isinstance(live, torch.Tensor | np.ndarray | Namespace):
         return False
     if kind in _KNOWN or issubclass(kind, _GENERATORS):
         return True

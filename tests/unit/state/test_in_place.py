@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,6 +93,27 @@ def test_a_reference_of_the_script_has_the_restored_content(kind: type[State], n
     state.restore()
     assert state.value is value
     assert content(value) == committed
+
+
+def test_a_commit_is_restored_more_than_once() -> None:
+    value: dict[str, Any] = {"losses": [1.0], "meter": Meter()}
+    state = ObjectState(value=value)
+    state.commit()
+    for _ in range(3):
+        value["losses"].append(2.0)
+        value["meter"].update(3.0)
+        state.restore()
+        assert value["losses"] == [1.0]
+        assert vars(value["meter"]) == vars(Meter())
+
+
+def test_arguments_of_the_command_line_stay_those_of_the_process() -> None:
+    args = Namespace(local_rank=1)
+    state = ObjectState(args=args)
+    state.commit()
+    args.local_rank = 0
+    state.restore()
+    assert (state.args.local_rank, args.local_rank) == (1, 0)
 
 
 def test_what_the_values_share_is_shared_again() -> None:
