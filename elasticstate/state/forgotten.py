@@ -45,6 +45,8 @@ _SAMPLED, LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
 
 _LONGEST_LIST = 100  # items of a list or dict that are looked at
 
+_COUNTS_FROM = 2  # the first commit at which counts are looked for: it takes milliseconds, not in a world's first tick
+
 WARNED: set[str] = set()
 """Names that a warning has had in this process."""
 
@@ -89,7 +91,7 @@ class Forgotten:
             tensors: ids of the state's parameters.
         """
         found = [(variable, value) for variable, reference in self._found if (value := reference()) is not None]
-        kept = {id(part) for part in _with_parts(all_of)}
+        kept = {id(part) for part in _with_parts(all_of)} if found else set()
         modules = []
         others: list[_Sample | _Content | _Count] = []
         for variable, value in found:
@@ -109,17 +111,20 @@ class Forgotten:
         if self._modules is None:
             outside = [(v, m) for v, m in modules if not any(id(p) in tensors for p in m.parameters())]
             self._modules = [_Sample(variable, module) for variable, module in outside]
-            self._modules += _counts(self._train, kept)
         self._modules += others
 
-    def begin_commit(self, values: Mapping[str, object]) -> None:
+    def begin_commit(self, values: Mapping[str, object], all_of: Callable[[], Iterable[object]]) -> None:
         """Look for what has changed, at fewer and fewer commits: a look waits for the device.
 
-        ``values``: those of the state. A count that is equal to one of them, and is in the state, is no loss.
+        Args:
+            values: those of the state. A count that is equal to one of them is no loss.
+            all_of: returns the objects that these refer to.
         """
         self._commits += 1
-        if self._modules and self._commits == self._next_look:
+        if self._modules is not None and self._commits == self._next_look:
             self._next_look *= 2
+            if self._commits == _COUNTS_FROM:
+                self._modules += _counts(self._train, {id(part) for part in all_of()})
             numbers = [value for value in values.values() if isinstance(value, int | float)]
             for sample in self._modules:
                 if isinstance(sample, _Count) and sample.value() in numbers:

@@ -123,7 +123,9 @@ class StepCheck:
     def _before_a_commit(self) -> None:
         self._raise_refusal()
         if self._forgotten is not None:
-            self._forgotten.begin_commit(self._sources())
+            with suppress(Exception):  # of the script's objects
+                sources = self._sources()
+                self._forgotten.begin_commit(sources, lambda: _Sources(sources).objects())
         if self._attributes is not None:
             with suppress(Exception):
                 self._attributes.begin_commit(self._sources())
