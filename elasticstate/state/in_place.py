@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from elasticstate.state.values import alike, comparable_bytes, write_into
+from elasticstate.state.values import comparable_bytes, fits, write_into
 
 _MAX_OBJECTS = 200_000  # of a restore; the rest is copied
 _WHOLE = (torch.nn.Module, Optimizer)  # written if they have the same structure
@@ -143,7 +143,10 @@ class InPlace:
             for group, copied in pairs
             for one, other in zip(group["params"], copied["params"], strict=True)
         }
-        state = {kept.get(id(key), key): entry for key, entry in saved.state.items()}
+        state = {}
+        for key, entry in saved.state.items():
+            parameter = kept.get(id(key), key)
+            state[parameter] = {name: _beside(value, parameter) for name, value in entry.items()}
         for group, copied in zip(live.param_groups, saved.param_groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -180,6 +183,12 @@ def _parts_of(value: object) -> Iterator[object]:
             yield group["params"]
 
 
+def _beside(value: Any, parameter: Any) -> Any:
+    """Return a tensor on the device of the parameter, if that is one of the same type: it was pickled on another."""
+    both = isinstance(value, torch.Tensor) and isinstance(parameter, torch.Tensor)
+    return value.to(parameter.device) if both and value.device.type == parameter.device.type else value
+
+
 def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -196,7 +205,7 @@ def _are_alike(live: Any, saved: Any) -> bool:
         return False
     one, other = _tensors_of(live), _tensors_of(saved)
     with suppress(RuntimeError):  # a lazy parameter has no shape
-        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(fits(one[name], other[name], None) for name in one)
     return False
 
 

@@ -160,7 +160,7 @@ def load_value(target: object, values: Captured, name: str, device: torch.device
     written: Any = target
     if not values.is_loaded(name, target):
         value = values[name]
-        if owner != name and not _fits(target, value, device) and _is_on(tied, target, device):
+        if owner != name and not fits(target, value, device) and _is_on(tied, target, device):
             written = tied.detach() if isinstance(tied, torch.nn.Parameter) else tied
         else:
             written = write_into(target, value, device, entry.strides)
@@ -184,7 +184,7 @@ def write_into(
     ``strides``: of a new tensor, if they are others than the value's. The fused optimizers of torch take for granted
     that the strides of a parameter are those of its state, and most do not check it.
     """
-    if not _fits(target, value, device):
+    if not fits(target, value, device):
         if not isinstance(value, torch.Tensor):
             return np.array(value) if not strides else _like_strides(value, strides)
         like = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
@@ -197,7 +197,7 @@ def write_into(
     return target  # type: ignore[return-value]
 
 
-def _fits(target: object, value: Array, device: torch.device | None) -> bool:
+def fits(target: object, value: Array, device: torch.device | None) -> bool:
     """Return True if ``write_into`` can write the value into ``target``."""
     if not isinstance(value, torch.Tensor):
         return type(target) is np.ndarray and alike(target, value) and bool(target.flags.writeable)

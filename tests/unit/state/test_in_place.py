@@ -253,6 +253,19 @@ def test_objects_keep_the_modules_and_optimizers_of_the_script(
         torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
+def test_a_module_with_a_buffer_that_cannot_be_written_is_replaced() -> None:
+    holder = SimpleNamespace(module=nn.Linear(2, 2))
+    holder.module.register_buffer("rows", torch.ones(1, 2).expand(3, 2))
+    state = TorchState(holder=holder)
+    state.commit()
+    module = holder.module
+    module.rows = torch.zeros(1, 2).expand(3, 2)
+    state.restore()
+    assert state.holder is holder
+    assert torch.equal(holder.module.rows, torch.ones(3, 2))
+    assert holder.module is not module
+
+
 def test_the_module_that_an_object_has_used_is_used_again() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     turn = SimpleNamespace(present=first)
