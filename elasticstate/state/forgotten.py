@@ -19,7 +19,7 @@ import textwrap
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -217,7 +217,7 @@ def _counts(train: Callable[..., object], kept: Container[int]) -> Iterator[_Cou
                         found.setdefault(f"{name}.{key}", _Count(f"{name}.{key}", read))
     for function in [*_functions_of(train), *functions]:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for name in _counted_by(function):
+        for name in _counted_by(function.__code__):
             count = _Count(name, functools.partial(function.__globals__.get, name))
             if name in cells:
                 count = _Count(name, functools.partial(_of_cell, cells[name]))
@@ -240,9 +240,12 @@ def _of_cell(cell: CellType) -> object:
 
 
 @functools.lru_cache(256)
-def _counted_by(owner: Any) -> frozenset[str]:
-    """Return the names that a function declares as ``global`` or ``nonlocal``, or the attributes of a class's objects,
-    to which its source assigns a value that depends on the one before, as ``+=`` does."""
+def _counted_by(owner: type | CodeType) -> frozenset[str]:
+    """Return the names that count: those to which the source assigns a value that depends on the one before, as ``+=``.
+
+    Of a function they are declared as ``global`` or ``nonlocal``; of a class they are attributes of its objects.
+    ``owner``: the class, or the code of the function, because the cache would keep a function and its variables alive.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     except (OSError, TypeError, SyntaxError, ValueError, IndexError):  # no source

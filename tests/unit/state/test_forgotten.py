@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import runpy
 import textwrap
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -332,6 +335,26 @@ def test_a_module_with_an_extra_state_of_its_own_and_a_weight_that_is_computed_a
     assert warnings_of(of_its_own, tmp_path, caplog, "plain attributes") == []
     run._used = False
     assert warnings_of(computed, tmp_path, caplog, "plain attributes") == []
+
+
+def test_a_training_function_and_its_variables_are_not_kept() -> None:
+    class Large:
+        pass
+
+    def make() -> tuple[Callable[[], None], weakref.ref[Large]]:
+        held, count = Large(), 0
+
+        def train() -> None:
+            nonlocal count
+            count += bool(held)
+
+        return train, weakref.ref(held)
+
+    train, reference = make()
+    assert [found.variable for found in forgotten._counts(train, ())] == ["count"]
+    del train
+    gc.collect()
+    assert reference() is None
 
 
 def test_no_code_of_the_scripts_objects_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
