@@ -7,12 +7,12 @@ import os
 import signal
 from collections import deque
 from contextlib import suppress
+from math import inf
 
 from elasticstate.core.register import Vote, accept, prepare
 from elasticstate.failures import signal_name
-from elasticstate.machine import version
 from elasticstate.net import messages
-from elasticstate.net.control import DriverStream, Refused
+from elasticstate.net.control import VERSION, DriverStream, Refused
 from elasticstate.net.messages import JobSpec, Launch
 from elasticstate.net.trust import Trust
 
@@ -20,6 +20,7 @@ _FIRST_PAUSE_S = 0.05  # before the second attempt; doubled after each attempt
 _SHORT_PAUSE_S = 0.2  # the longest one in the first _SOON_S: a new driver may begin soon
 _SOON_S = 10.0
 _LONGEST_PAUSE_S = 1.0
+_NEXT_STANDBY_S = 0.2  # each standby is dialled so much later than the one before: the first that lives shall win
 
 
 class DriverConnection:
@@ -39,9 +40,11 @@ class DriverConnection:
         self._loop = asyncio.get_running_loop()
         self._greeting = asyncio.Lock()  # one driver may have several addresses, and must get one Hello
         self._found: tuple[str, ...] = ()  # where the newest driver was found
-        self._standbys: tuple[str, ...] = ()  # where the next driver may listen
+        self._standbys: tuple[str, ...] = ()  # where the next driver may listen, or its rivals in the last election
+        self._elections: set[DriverStream] = set()  # that are under way
         self._vote = Vote()
         self._accepted_at = self._heard_at = self._loop.time()
+        self._promised_at = -inf
         self.is_sought = True  # False: do not retry after a failed attempt
 
     @property
@@ -58,9 +61,13 @@ class DriverConnection:
         """
         deadline = self._loop.time() + limit_s
         launched = self._launch.addresses
-        places = [(address,) for address in launched] if self._launch.is_joining else [launched]
-        places += [self._found, *((address,) for address in self._standbys)]
-        seeking = {asyncio.ensure_future(self._seek(place, deadline)) for place in dict.fromkeys(places) if place}
+        places: list[tuple[str, ...]] = [(each,) for each in launched] if self._launch.is_joining else [launched]
+        places += [self._found] if self._found else []
+        waits_s: dict[tuple[str, ...], float] = {
+            (address,): number * _NEXT_STANDBY_S for number, address in enumerate(self._standbys)
+        }
+        waits_s |= dict.fromkeys(places, 0.0)
+        seeking = {asyncio.ensure_future(self._seek(place, wait_s, deadline)) for place, wait_s in waits_s.items()}
         reasons: list[str] = []
         try:
             while seeking:
@@ -75,8 +82,9 @@ class DriverConnection:
             await asyncio.gather(*seeking, return_exceptions=True)
         raise ConnectionError("; ".join(dict.fromkeys(reasons)))
 
-    async def _seek(self, addresses: tuple[str, ...], deadline: float) -> messages.JobSpec:
-        """Dial one driver, again and again until the deadline."""
+    async def _seek(self, addresses: tuple[str, ...], wait_s: float, deadline: float) -> messages.JobSpec:
+        """Dial one driver after ``wait_s``, again and again until the deadline."""
+        await asyncio.sleep(min(wait_s, deadline - self._loop.time()))
         pause_s, began = _FIRST_PAUSE_S, self._loop.time()
         while True:
             try:
@@ -105,6 +113,7 @@ class DriverConnection:
                 answer = await self._answer(stream, timeout_s)
                 if not isinstance(answer, messages.NotLeading):
                     return self._accepted(stream, answer, addresses)
+            self._elections.add(stream)
             with suppress(ConnectionError):  # the election is over
                 while isinstance(answer, messages.VoteRequest):
                     self._vote_on(stream, answer)
@@ -114,6 +123,8 @@ class DriverConnection:
         except BaseException:
             stream.abort("the greeting failed")
             raise
+        finally:
+            self._elections.discard(stream)
 
     async def _answer(self, stream: DriverStream, timeout_s: float) -> messages.ToAgent:
         answer = asyncio.ensure_future(stream.receive())
@@ -133,7 +144,7 @@ class DriverConnection:
         if spec.epoch < self._epoch:
             raise ConnectionError(f"the driver of epoch {spec.epoch} was replaced by one of epoch {self._epoch}")
         self._stream, self._epoch, self._job_id = stream, spec.epoch, spec.job_id
-        self._found, self._standbys = addresses, spec.next_drivers
+        self._found = addresses
         self._pending.clear()
         return spec
 
@@ -142,17 +153,27 @@ class DriverConnection:
         now = self._loop.time()
         match request:
             case messages.NotLeading():
-                stream.send(messages.Voter(self._vote.accepted, now - self._accepted_at, now - self._heard_at))
+                stream.send(self._voter(now))
                 return
             case messages.Prepare(ballot):
+                last = self._vote.promised
                 self._vote, is_granted = prepare(self._vote, ballot)
                 answer: messages.Vote = messages.Promised(ballot, self._vote.accepted)
+                if self._vote.promised != last:
+                    self._promised_at = now
+                    for rival in self._elections - {stream}:
+                        rival.send(self._voter(now))
             case messages.Accept(entry):
                 self._vote, is_granted = accept(self._vote, entry)
                 self._accepted_at = now if is_granted else self._accepted_at
                 answer = messages.Accepted(entry.version)
         assert self._vote.promised is not None
         stream.send(answer if is_granted else messages.VoteRefused(self._vote.promised))
+
+    def _voter(self, now: float) -> messages.Voter:
+        return messages.Voter(
+            self._vote.accepted, now - self._accepted_at, now - self._heard_at, now - self._promised_at
+        )
 
     def _hello(self) -> messages.AgentHello:
         launch = self._launch
@@ -163,7 +184,7 @@ class DriverConnection:
             self._epoch,
             os.getpid(),
             messages.PROTOCOL_VERSION,
-            version(),
+            VERSION,
             launch.rack,
         )
 
@@ -211,7 +232,9 @@ class DriverConnection:
             if isinstance(message, messages.VoteRequest):
                 self._vote_on(stream, message)
             elif isinstance(message, messages.Standbys):
-                self._standbys = message.addresses
+                # Without any yet, a rival of this driver may still replace it: one that got votes beside it.
+                self._standbys = message.addresses or self._standbys
+                stream.send(messages.StandbysKnown(message.addresses))
             else:
                 return message
 

@@ -23,13 +23,20 @@ class Standby:
     def __init__(self, job: HostJob) -> None:
         self._job = job
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_wanted = False  # a driver has asked for a standby, and none listens yet
+        self._port = 0  # where it listens; 0: not yet, or no more
 
     def begin(self) -> None:
-        """Start the process, unless it runs. StandbyListens follows."""
-        if self._process is None:
-            self._job.begin(self._run())
+        """Start the process, unless it runs, perhaps for an earlier driver. StandbyListens follows."""
+        if self._port:
+            self._job.driver.send(StandbyListens(self._port))
+        elif not self._is_wanted:
+            self._is_wanted = True
+            if self._process is None:
+                self._job.begin(self._run())
 
     async def _run(self) -> None:
+        """Run a process, and another one if a driver asks for a standby while it ends as the last driver."""
         job, options = self._job, self._job.options
         order = StandbyOrder(
             job=job.spec.job,
@@ -37,20 +44,26 @@ class Standby:
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             connect_timeout_s=options.connect_timeout_s,
         )
-        try:
-            process = self._process = await in_thread(_start, msgspec.json.encode(order) + b"\n")
-        except OSError as error:
-            job.driver.send(StandbyListens(0, f"could not be started: {error}"))
-            return
-        assert process.stdout is not None
-        async with reading(process.stdout) as reader:
-            while line := await reader.readline():
-                port = int(line) if line.strip().isdigit() else 0
-                if port:
-                    job.driver.send(StandbyListens(port))
-        await ended_child(process.pid)
-        code, self._process = process.wait(), None
-        job.driver.send(StandbyListens(0, f"ended with exit code {code}"))
+        has_listened, reason = True, ""
+        while self._is_wanted and has_listened:
+            has_listened = False
+            try:
+                process = self._process = await in_thread(_start, msgspec.json.encode(order) + b"\n")
+            except OSError as error:
+                reason = f"could not be started: {error}"
+                continue
+            assert process.stdout is not None
+            async with reading(process.stdout) as reader:
+                while line := await reader.readline():
+                    if line.strip().isdigit():
+                        self._port, self._is_wanted, has_listened = int(line), False, True
+                        job.driver.send(StandbyListens(self._port))
+            self._port = 0  # it leads the job, or has ended
+            await ended_child(process.pid)
+            code, self._process = process.wait(), None
+            reason = f"ended with exit code {code}"
+        self._is_wanted = False
+        job.driver.send(StandbyListens(0, reason))
 
     async def close(self) -> None:
         """End the process, unless it leads the job: then its stdin means nothing to it."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-import msgspec
-
 from elasticstate import commits as commit_directory
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
@@ -25,9 +23,8 @@ from elasticstate.driver.output import CountedLines
 from elasticstate.driver.votes import Votes
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
-from elasticstate.machine import version
 from elasticstate.net import messages
-from elasticstate.net.control import AgentStream, ControlServer
+from elasticstate.net.control import VERSION, AgentStream, ControlServer
 from elasticstate.net.messages import Launch
 from elasticstate.net.names import (
     LOCALHOST,
@@ -107,9 +104,8 @@ class Agents:
         self._votes = votes
         votes.send = self._ask_for_vote
         self._own_hosts: dict[str, bool] = {}  # True: names of this machine
-        self.standbys: dict[str, str] = {}  # by host: addresses at which the next driver may listen
         self.refused = CountedLines(warn).refused
-        self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, version(), strangers)
+        self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, VERSION, strangers)
         self.is_open = False  # for other hosts
         self.ports: tuple[int, ...] = ()  # where agents connect: of the loopback interface, then of all interfaces
         self._addresses: tuple[str, ...] = ()
@@ -534,7 +530,7 @@ class Agents:
             self._refuse(stream)
             return
         agent.stream, agent.pid = stream, hello.pid
-        stream.send(msgspec.structs.replace(self._spec, next_drivers=tuple(self.standbys.values())))
+        stream.send(self._spec)
         self._votes.connected(agent.id)
         self._report_dialled_in()
 

@@ -458,7 +458,7 @@ class Driver:
         if not self._votes.is_replicated:
             return
         keepers = tuple(sorted(map(self._keeper_named, self._votes.keepers())))
-        record = RecordOverview(keepers, tuple(self._standbys.addresses()))
+        record = RecordOverview(keepers, self._standbys.known_to(keepers))
         if record != self._state.record:
             self._state.record = record
             self._journal.event(event_file.RecordKept, hosts=list(record.hosts), standbys=list(record.standbys))
@@ -548,7 +548,9 @@ class Driver:
                 self._state.stores[host] = address
             case messages.StandbyListens():
                 self._standbys.received(host, message, self._state.copy_servers.get(host, "").rpartition(":")[0])
-                self._agents.standbys = self._standbys.addresses()
+                self._note_record()
+            case messages.StandbysKnown(addresses):
+                self._standbys.known(host, addresses)
                 self._note_record()
             case messages.AgentWarning(text):
                 self._journal.agent_warning(host, text)
@@ -581,6 +583,7 @@ class Driver:
         self._journal.agent_joined(host, self._agents.pid_of(host))
         self._state.stores[host] = report.store
         self._state.copy_servers[host] = report.copies_address
+        self._standbys.host_joined(host)
         if self._reattachment is not None:
             self._reattachment.joined(host, report)
         for exited in report.exits:  # exits first: another worker may live in that slot

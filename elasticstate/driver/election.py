@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -21,9 +23,9 @@ from elasticstate.core.types import listed
 from elasticstate.driver.record import JobDirectory, Record, first_record, value_of
 from elasticstate.driver.votes import ReplacedError
 from elasticstate.errors import OptionError
-from elasticstate.machine import boot_id, host_name, version
+from elasticstate.machine import boot_id, host_name
 from elasticstate.net import messages
-from elasticstate.net.control import AgentStream, ControlServer, tell_replaced
+from elasticstate.net.control import VERSION, AgentStream, ControlServer, tell_replaced
 from elasticstate.net.names import LOCALHOST, any_address, host_port
 from elasticstate.net.trust import Strangers, Trust, token_of_job
 from elasticstate.options import Options
@@ -81,11 +83,14 @@ class Election:
         strangers: Strangers | None = None,
     ) -> None:
         self._job, self._token, self._log = job, token, log
-        self._server = ControlServer(Trust(token), connect_timeout_s, self, version(), strangers)
+        self._server = ControlServer(Trust(token), connect_timeout_s, self, VERSION, strangers)
         self._streams: dict[str, AgentStream] = {}  # by the identity of the agent
         self._voters: dict[str, tuple[messages.Voter, float]] = {}  # what they have said, and when
         self._proposer = Proposer(identity)
         self._is_preparing = False
+        self._silent_s = 0.0  # a majority must have heard nothing for so long
+        self._above = 0  # number of a rival's ballot that was promised votes
+        self._again_at = -inf  # after a refusal, the time of the next attempt
         self._replaced = ""
         self._file: tuple[str, Entry] | None = None
         self._changed = asyncio.Event()
@@ -115,16 +120,18 @@ class Election:
         """Wait until this driver leads the job. Raises ReplacedError if another one does.
 
         Args:
-            silent_s: seconds that a majority must have heard nothing from the last driver.
+            silent_s: seconds that a majority must have heard nothing from the last driver, and promised nothing to a
+                rival: else several standbys would replace each other.
             new_after_s: return None if agents have dialled in, and none keeps a record of the job: at once if they have
                 served no driver, else after so long. None: never.
         """
+        self._silent_s = silent_s
         while True:
             if self._replaced:
                 raise ReplacedError(self._replaced)
             if self._proposer.is_leader:
                 return self._elected()
-            if self._may_begin(silent_s):
+            if self._may_begin():
                 self._begin()
             if new_after_s is not None and self._is_new(new_after_s):
                 return None
@@ -155,11 +162,11 @@ class Election:
     def _record_of(self, value: bytes) -> Record:
         return msgspec.msgpack.decode(value, type=Record)
 
-    def _may_begin(self, silent_s: float) -> bool:
-        """Return True if the agents here are enough, as far as they know, and have missed the driver for so long."""
+    def _may_begin(self) -> bool:
+        """Return True if the agents here are enough, as far as they know, and have missed a driver for long enough."""
         now = self._loop.time()
         entries = self._entries()
-        if not entries or self._is_preparing:
+        if not entries or self._is_preparing or now < self._again_at:
             return False
         newest = max(entries, key=lambda entry: entry.version)
         record = self._record_of(newest.value)
@@ -168,7 +175,9 @@ class Election:
             return False
         here = {*self._voters, *([self._file[0]] if self._file else [])}
         missed = here - self._voters.keys()
-        missed |= {name for name, (voter, at) in self._voters.items() if voter.silent_s + now - at >= silent_s}
+        for name, (voter, at) in self._voters.items():
+            if min(voter.silent_s, voter.promised_s) + now - at >= self._silent_s:
+                missed.add(name)
         for quorum in newest.quorums:
             if 2 * len(missed.intersection(quorum)) <= len(quorum):
                 found = len(here.intersection(quorum))
@@ -188,13 +197,13 @@ class Election:
             self._reason = reason
             self._log(reason)
 
-    def _begin(self, above: int = 0) -> None:
+    def _begin(self) -> None:
         """Ask all agents here for their promises."""
         self._is_preparing = True
         numbers = [entry.version.ballot.number for entry in self._entries()]
         epochs = [stream.hello.epoch for stream in self._streams.values()]
         last = self._proposer.ballot.number if self._proposer.ballot is not None else 0
-        ballot = self._proposer.begin(max([above, last, *numbers, *epochs]) + 1)
+        ballot = self._proposer.begin(max([self._above, last, *numbers, *epochs]) + 1)
         if self._file is not None:
             self._proposer.promised(self._file[0], ballot, self._file[1])
         for stream in self._streams.values():
@@ -221,11 +230,17 @@ class Election:
             case messages.VoteRefused(by):
                 self._proposer.refused(acceptor, by)
                 if self._proposer.ballot is not None and by.number >= self._proposer.ballot.number:
-                    self._begin(above=by.number)
+                    self._give_up(by.number, random.uniform(0.0, self._silent_s))
         learned, ballot = self._proposer.learned, self._proposer.ballot
         if learned is not None and ballot is not None and learned.version.ballot.number >= ballot.number:
-            self._begin(above=learned.version.ballot.number)
+            self._give_up(learned.version.ballot.number)
         self._changed.set()
+
+    def _give_up(self, number: int, pause_s: float = 0.0) -> None:
+        """Leave this attempt for another one with a higher number, after a random pause if a rival is under way."""
+        self._above = max(self._above, number)
+        if self._is_preparing:
+            self._is_preparing, self._again_at = False, self._loop.time() + pause_s
 
     def agent_lost(self, stream: AgentStream, reason: str) -> None:
         """Forget an agent: it may have found another driver."""

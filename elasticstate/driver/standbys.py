@@ -23,9 +23,14 @@ class Standbys:
         self._send, self._send_to_all, self._warn = send, send_to_all, warn
         self._chosen: dict[str, str] = {}  # by host: the address; "": not known yet
         self._failed: set[str] = set()
+        self._known: dict[str, tuple[str, ...]] = {}  # by host: the addresses that its agent knows
 
-    def addresses(self) -> dict[str, str]:
-        """Return the addresses, by host."""
+    def known_to(self, hosts: Iterable[str]) -> tuple[str, ...]:
+        """Return the hosts whose standby all agents of ``hosts`` would find: those that keep the record elect it."""
+        known = [self._known.get(host, ()) for host in hosts]
+        return tuple(host for host, address in self._addresses().items() if all(address in each for each in known))
+
+    def _addresses(self) -> dict[str, str]:
         return {host: address for host, address in self._chosen.items() if address}
 
     def look(self, candidates: Callable[[], Iterable[Candidate]]) -> None:
@@ -46,11 +51,24 @@ class Standbys:
             self._chosen.pop(host, None)
         self._tell()
 
+    def host_joined(self, host: str) -> None:
+        """Tell an agent that has connected."""
+        if self._number:
+            self._send(host, self._message())
+
+    def known(self, host: str, addresses: tuple[str, ...]) -> None:
+        """Note what the agent of a host knows."""
+        self._known[host] = addresses
+
     def host_lost(self, host: str) -> None:
         """Forget the standby of a host: it may live, but another one is needed."""
+        self._known.pop(host, None)
         self._failed.discard(host)
         if self._chosen.pop(host, ""):
             self._tell()
 
     def _tell(self) -> None:
-        self._send_to_all(messages.Standbys(tuple(self.addresses().values())))
+        self._send_to_all(self._message())
+
+    def _message(self) -> messages.Standbys:
+        return messages.Standbys(tuple(self._addresses().values()))

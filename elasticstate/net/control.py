@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from elasticstate.compat.libraries import set_tls_buffer_bytes
+from elasticstate.machine import version
 from elasticstate.net import messages
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.net.names import listening_socket, port_of
@@ -33,6 +34,7 @@ from elasticstate.net.trust import BACKLOG, NAME, LocalPeers, Strangers, Trust
 
 # With asyncio's default of 256 KiB, the driver of a thousand hosts would waste a quarter of a gigabyte.
 set_tls_buffer_bytes(1 << 14)
+VERSION = version()  # read from a file: not while an event loop runs
 _LENGTH = struct.Struct("!I")
 _MAX_BACKLOG_BYTES = 64 << 20  # unread data of a peer, before the connection is aborted
 _NO_LINGER = struct.pack("ii", 1, 0)  # socket(7)

@@ -386,11 +386,12 @@ class OutputTail(Message, frozen=True):
 
 
 class Voter(Message, frozen=True):
-    """Knowledge of an agent that has lost the driver of its job. Answer to NotLeading."""
+    """Knowledge of an agent that has lost the driver of its job. Answer to NotLeading, and again after a promise."""
 
     entry: Entry | None  # that this agent keeps, as an acceptor of the job's record
     age_s: float  # since it has accepted the entry
     silent_s: float  # since it last received anything from the driver
+    promised_s: float  # since its newest promise in an election; inf: none
 
 
 class Promised(Message, frozen=True):
@@ -420,6 +421,12 @@ class StandbyListens(Message, frozen=True):
 
     port: int
     reason: str = ""
+
+
+class StandbysKnown(Message, frozen=True):
+    """The agent knows where the next driver may listen. Answer to Standbys."""
+
+    addresses: tuple[str, ...]
 
 
 class Replaced(Message, frozen=True):
@@ -452,6 +459,7 @@ FromAgent = (
     | DurableFailed
     | Vote
     | StandbyListens
+    | StandbysKnown
 )
 
 
@@ -467,7 +475,6 @@ class JobSpec(Message, frozen=True):
     options: Options  # paths are absolute
     environment: tuple[tuple[str, str], ...]  # variables of all workers
     call: bytes = b""  # the function that workers of ``launch()`` call (see worker/call.py); only they decode it
-    next_drivers: tuple[str, ...] = ()  # addresses at which they may listen
 
 
 class NotLeading(Message, frozen=True):
@@ -490,13 +497,13 @@ VoteRequest = NotLeading | Prepare | Accept
 
 
 class Standbys(Message, frozen=True):
-    """Addresses at which the next driver may listen, instead of those in JobSpec."""
+    """Addresses at which the next driver may listen. The agent answers with StandbysKnown."""
 
     addresses: tuple[str, ...]
 
 
 class RunStandby(Message, frozen=True):
-    """Run a standby on this host. The agent answers with StandbyListens."""
+    """Run a standby on this host, unless one runs. The agent answers with StandbyListens."""
 
 
 class Fetch(Message, frozen=True):

@@ -138,7 +138,18 @@ class Strikes:
         return _send(signal.SIGTERM, self._worker(fault))
 
     def _kill_agent(self, fault: Fault) -> tuple[Callable[[], bool]]:
-        return _send(signal.SIGKILL, self._agent(fault))
+        """Kill an agent. If no driver leads the job, the next one waits for it in vain, and may not reach its host: so
+        another host must have a commit that is as new.
+        """
+        agent = self._agent(fault)
+        if len(self._job.events("driver_restarted")) < len(self.driver_killed_at):
+            inode = os.stat(f"/proc/{agent.pid}/ns/net").st_ino
+            hosts = [self._network[name] for name in self._slots]
+            host = next(host for host in hosts if host.has_power and host.storage.inode == inode)
+            with _standing_still(self._processes(str(SCRIPT), host)):
+                self._miss_if_it_alone_has_the_newest_commit(host)
+                return _send(signal.SIGKILL, agent)
+        return _send(signal.SIGKILL, agent)
 
     def _freeze_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         return _stop(self._agent(fault))
@@ -176,14 +187,18 @@ class Strikes:
     def _power_off(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         """Power a host off. Its commits are lost, so a reachable host must have a commit that is as new."""
         host = self._host(fault.targets[0])
-        others = [self._network[name] for name in self._slots if name not in {host.name, *self._afflicted}]
         # else a worker might commit between the check and the power-off
         with _standing_still(self._processes(str(SCRIPT), host)):
-            if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
-                raise NobodyThere
+            self._miss_if_it_alone_has_the_newest_commit(host)
             lost = list(_found(host.storage.pids()))
             host.power_off()
         return lambda: not any(map(_lives, lost)), host.power_on
+
+    def _miss_if_it_alone_has_the_newest_commit(self, host: Host) -> None:
+        """Raise NobodyThere unless a reachable host has a commit that is as new as that of this host."""
+        others = [self._network[name] for name in self._slots if name not in {host.name, *self._afflicted}]
+        if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
+            raise NobodyThere
 
     def _cut(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         hosts = [self._host(index) for index in fault.targets]

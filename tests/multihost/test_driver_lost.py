@@ -46,15 +46,15 @@ def trains(job: Job, size: int) -> None:
     job.wait_for_while_gone(f"a world of {size} that trains", does)
 
 
-def standby_listens(job: Job, size: int = 3) -> None:
-    """Wait until so many agents keep the record, and a standby waits."""
+def standby_listens(job: Job, size: int = 3, standbys: int = 1) -> None:
+    """Wait until so many agents keep the record, and so many standbys wait."""
 
     def does() -> bool:
         changes = [e for e in job.events() if e["event"] in ("driver_restarted", "record_kept")]
         newest = changes[-1] if changes else {}
-        return len(newest.get("hosts", ())) == size and bool(newest["standbys"])
+        return len(newest.get("hosts", ())) == size and len(newest["standbys"]) == standbys
 
-    job.wait_for_while_gone("a standby", does)
+    job.wait_for_while_gone(f"{standbys} standbys", does)
 
 
 def ends(network: Network, job: Job) -> None:
@@ -101,9 +101,9 @@ def test_a_host_with_driver_and_worker_loses_power(network: Network, tmp_path: P
 
 
 def test_an_old_driver_that_was_frozen_or_cut_off_publishes_nothing(network: Network, tmp_path: Path) -> None:
-    with job_with(network, tmp_path, "d:1,a:1,b:1,c:1") as job:
+    with job_with(network, tmp_path, "d:1,a:1,b:1,c:1", "--standbys", "3") as job:
         trains(job, 4)
-        standby_listens(job)
+        standby_listens(job, standbys=3)
         job.process.send_signal(signal.SIGSTOP)
         job.wait_for_while_gone("a new driver", lambda: job.events("driver_restarted"))
         assert job.events("driver_restarted")[0]["lost"] == []
@@ -114,17 +114,17 @@ def test_an_old_driver_that_was_frozen_or_cut_off_publishes_nothing(network: Net
         assert "the job continues with a newer driver" in job.output
         assert len(job.events("world_formed")) == worlds
 
-        standby_listens(job)
+        standby_listens(job, standbys=3)  # two of them have waited for the first driver's end, too
         second = network[job.events("driver_restarted")[0]["host"]]
+        (driver,) = [pid for pid in second.storage.pids() if "--standby" in Path(f"/proc/{pid}/cmdline").read_text()]
         second.cut()  # with the driver, which lives
         assert second.is_cut()
         job.wait_for_while_gone("a third driver", lambda: len(job.events("driver_restarted")) == 2)
         trains(job, 3)
         second.heal()
         trains(job, 4)
-        job.wait_for_while_gone(
-            "the end of the second driver", lambda: not any("--standby" in line for line in second.processes())
-        )
+        standby_listens(job, standbys=3)  # one of them beside the second driver, or after it
+        job.wait_for_while_gone("the end of the second driver", lambda: driver not in second.storage.pids())
         ends(network, job)
 
 

@@ -199,8 +199,9 @@ class WorldBuilder:
         parts = pieces(members, base)
         if not has_identity:
             self._get_identity(at, members)
+        self._wait_for_all(at, members, "comes")
         comm = self._own_piece(parts, at.rank, has_identity)
-        self._wait_for_all(at, members)
+        self._wait_for_all(at, members, "here")
         world = cast(MPI.Intracomm, self._merge(comm, parts, at).Split(0, at.rank))
         self.unfinished.append(world)
         at.check()
@@ -257,11 +258,15 @@ class WorldBuilder:
             raise CollectiveError(f"{comm.Get_size()} instead of {size} processes of the last world have survived")
         return comm
 
-    def _wait_for_all(self, at: Rendezvous, members: list[Member]) -> None:
-        """Wait until all members have arrived alive: the next steps must not wait for a member that does not come."""
+    def _wait_for_all(self, at: Rendezvous, members: list[Member], word: str) -> None:
+        """Wait until all members have arrived alive, before a step that a death could disturb.
+
+        Connect and merge never return then, and Open MPI 5.0.11 may crash in shrink, when it learns of the death while
+        it creates a communicator.
+        """
         at.check()
-        at.store.set(f"mpi/here/{at.rank}", "")
-        at.store.wait([f"mpi/here/{rank}" for rank in range(len(members))], at.init_timeout)
+        at.store.set(f"mpi/{word}/{at.rank}", "")
+        at.store.wait([f"mpi/{word}/{rank}" for rank in range(len(members))], at.init_timeout)
         at.check()
 
     def _merge(self, comm: MPI.Intracomm, parts: list[list[int]], at: Rendezvous) -> MPI.Intracomm:

@@ -67,6 +67,7 @@ def test_an_agent_that_returns_at_another_address_waits_until_its_last_connectio
             await asyncio.sleep(0.001)
         given_up = await dial("first try", 78)  # this try is given up
         returned = await dial("second try", 78)
+        beating = asyncio.ensure_future(beat(returned))
         with pytest.raises(ConnectionError):
             await given_up.receive()
         assert agents.pid_of("pod-0") == 77
@@ -76,7 +77,6 @@ def test_an_agent_that_returns_at_another_address_waits_until_its_last_connectio
         while len(received) < 2:
             await asyncio.sleep(0.001)
         again = await dial("lost", 77)  # the lost one returns, too late
-        beating = asyncio.ensure_future(beat(returned))
         with pytest.raises(Refused, match="host pod-0 does not belong to this job, or has another agent"):
             await again.receive()
         beating.cancel()

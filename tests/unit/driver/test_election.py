@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Awaitable, Callable, Coroutine
 from math import inf
 from typing import Any
@@ -34,11 +35,11 @@ def entry(number: int, index: int, quorums: tuple[tuple[str, ...], ...] = (AGENT
     return Entry(Version(Ballot(number, "first"), index), quorums, value_of(record))
 
 
-def agent(name: str, port: int, kept: Entry | None) -> DriverConnection:
-    """Return the connection of an agent that keeps this entry, and looks for a driver at this port."""
-    address = (f"127.0.0.1:{port}",)
+def agent(name: str, port: int, kept: Entry | None, *rivals: int) -> DriverConnection:
+    """Return the connection of an agent that keeps this entry, and looks for a driver at these ports."""
+    addresses = tuple(f"127.0.0.1:{each}" for each in (port, *rivals))
     connection = DriverConnection(
-        Launch(f"host-{name}", name, 1, address, TOKEN, 10.0, 60.0, "", "", "/", "", (), is_joining=True)
+        Launch(f"host-{name}", name, 1, addresses, TOKEN, 10.0, 60.0, "", "", "/", "", (), is_joining=True)
     )
     connection._vote = Vote(kept.version.ballot if kept else None, kept)
     return connection
@@ -112,6 +113,72 @@ def test_agents_that_have_just_heard_the_driver_elect_no_standby() -> None:
         assert (await winning) is not None
 
     run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_several_standbys_one_wins_and_no_other_one_asks_for_votes_after_that(seed: int) -> None:
+    """The agents dial all of them at once."""
+
+    async def scenario() -> None:
+        chance = random.Random(seed)
+        elections = [Election("j", TOKEN, f"standby {number}", 10.0, lambda _: None) for number in range(3)]
+        ports = [each.listen("127.0.0.1") for each in elections]
+        agents = []
+        for name in AGENTS:
+            chance.shuffle(ports)
+            agents.append(agent(name, ports[0], entry(1, 3), *ports[1:]))
+            agents[-1]._heard_at -= 2 * SILENT_S
+        winning = [asyncio.ensure_future(each.won(SILENT_S)) for each in elections]
+        seeking = [asyncio.ensure_future(each.establish(60)) for each in agents]
+        try:
+            done, losing = await asyncio.wait(winning, return_when=asyncio.FIRST_COMPLETED)
+            (winner,) = (each for each, won in zip(elections, winning, strict=True) if won in done)
+            ballot = winner._proposer.ballot
+            rivals = [each for each in elections if each is not winner]
+            while any(not each._voters or _knows_no_promise(each) for each in rivals):
+                await asyncio.sleep(0.01)
+            assert not any(each._may_begin() or each._is_preparing for each in rivals)
+            promised = [each._vote.promised for each in agents]
+            assert promised.count(ballot) >= 2, "a majority has promised a rival its votes"
+            assert not any(each.done() for each in losing)
+        finally:
+            for task in (*seeking, *winning):
+                task.cancel()
+            await asyncio.gather(*seeking, *winning, return_exceptions=True)
+            for each in elections:
+                await each.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+SILENT_S = 3600.0
+
+
+def _knows_no_promise(election: Election) -> bool:
+    return all(voter.promised_s > SILENT_S for voter, _ in election._voters.values())
+
+
+def test_a_rival_that_was_refused_wins_if_the_first_one_is_lost() -> None:
+    async def scenario() -> None:
+        elections = [Election("j", TOKEN, f"standby {number}", 10.0, lambda _: None) for number in range(2)]
+        first, second = (each.listen("127.0.0.1") for each in elections)
+        agents = [agent(name, first, entry(1, 3), second) for name in AGENTS]
+        for each in agents:
+            each._heard_at -= 1
+        seeking = [asyncio.ensure_future(each.establish(60)) for each in agents]
+        winning = [asyncio.ensure_future(each.won(0.3)) for each in elections]
+        try:
+            done, others = await asyncio.wait(winning, return_when=asyncio.FIRST_COMPLETED)
+            await elections[winning.index(next(iter(done)))].close()  # it leads nobody
+            assert await asyncio.gather(*others)
+        finally:
+            for task in seeking:
+                task.cancel()
+            await asyncio.gather(*seeking, return_exceptions=True)
+            for election in elections:
+                await election.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_during_a_change_a_majority_of_both_sets_is_needed() -> None:
