@@ -29,7 +29,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, UnknownValueError, UsageError
 from elasticstate.state.committer import Committer, StateJoinHook
 from elasticstate.state.divergence import Exclusions, Kinds
-from elasticstate.state.in_place import InPlace
+from elasticstate.state.in_place import InPlace, Places
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
 from elasticstate.state.tick_record import QuickCapture
@@ -155,6 +155,7 @@ class State(Joinable):
         self._reset_callbacks: list[Callable[[], object]] = []
         self._restore_pre_hooks: list[Callable[[dict[str, Any]], object]] = []
         self._committer = Committer(self)
+        self._places: Places | None = None  # the objects that a restore writes into, from the first capture on
         self._has_joined = False  # this state was passed to a Join: only then ticks ask torch
         for name, value in values.items():
             setattr(self, name, value)
@@ -269,9 +270,19 @@ class State(Joinable):
         """Restore the values that are pickled, in place where possible. All others have been restored."""
         parts = self._parts()
         pickled = {name for name in parts if not (isinstance(values[name], Tree) or is_array(values[name]))}
-        in_place = InPlace(value for name, value in parts.items() if name not in pickled)
+        own = (value for name, value in parts.items() if name not in pickled)
+        in_place = InPlace(own, {path for name in pickled for path in values.get(f"{name}.moved", ())})
+        places = self._recorded({name: value for name, value in parts.items() if name in pickled})
+        for name in sorted(pickled):
+            in_place.assign(values[name], places.get(name))
         for name in sorted(pickled):
             setattr(self, name, in_place.restore(parts[name], values[name]))
+
+    def _recorded(self, pickled: Mapping[str, Any]) -> Places:
+        """Return the objects of the pickled values, as they were when this was first called."""
+        if self._places is None:
+            self._places = Places(pickled)
+        return self._places
 
     def _replaced(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the name of the value that has contained the optimizer, or a module whose parameters it writes, and
@@ -523,8 +534,8 @@ def committer_of(state: State) -> Committer:
 class ObjectState(State):
     """A state of plain values: numbers, lists, dicts and other objects that can be pickled; also tensors and arrays.
 
-    ``restore`` writes into tensors, arrays, lists, dicts, random generators and objects of the script's classes. Other
-    values are new objects: read ``state.x`` again afterwards.
+    ``restore`` writes into tensors, arrays, lists, dicts, random generators and objects of the script's classes, if the
+    state has had them from the first capture on. Other values are new objects: read ``state.x`` again afterwards.
     """
 
     def _check_value(self, name: str, value: object) -> None:
@@ -534,7 +545,8 @@ class ObjectState(State):
     def capture(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self._names}
         flags = {flag_of(name): requires_grad(v) for name, v in values.items() if isinstance(v, torch.Tensor)}
-        return {**values, **flags}
+        pickled = {name: value for name, value in values.items() if not is_array(value)}
+        return {**values, **flags, **self._recorded(pickled).moved(pickled)}
 
     def _pickled(self) -> dict[str, Any]:
         if type(self).capture is not ObjectState.capture:

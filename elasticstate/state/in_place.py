@@ -5,10 +5,12 @@ A script may have other references to such a value: a global list of losses, a c
 also refer to what the state has as values of their own, as a schedule does to its optimizer, and an average to its
 model. It keeps these, instead of the copies in its pickle.
 
-A live object takes the content of one object of the commit. What the script shares, or does not share, is as in the
-commit. Copies remain: objects with pickling of their own, whose content only they know; objects with a hash of their
-own; what has nothing of its type at its place in the live value; and arguments of the command line, which scripts give
-the rank and the device of their process.
+The objects that the values had when the state was first captured keep their identity (``Places``): a restore writes
+into them if they were at their places in the commit. Whatever the script has put there since may have another meaning
+to it, like the next stage from a list of stages, and is never written: then the value is a copy. What the script
+shares, or does not share, is as in the commit. Copies remain, too: objects with pickling of their own, whose content
+only they know; objects with a hash of their own; and arguments of the command line, which scripts give the rank and
+the device of their process.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import itertools
 import random
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +37,130 @@ _WHOLE = (torch.nn.Module, Optimizer)  # written if they have the same structure
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
 
 
-class InPlace:
-    """In-place restore of several values, which may share objects. ``own``: the values that have been restored."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an object was. ``parts``: by the keys of ``_keys``; objects at several places share them."""
 
-    def __init__(self, own: Iterable[object]) -> None:
+    path: str
+    held: object
+    parts: dict[Hashable, Place] = field(default_factory=dict)
+
+
+_MOST_PLACES = 10_000
+
+
+class Places:
+    """The objects of some values, by name, at the moment."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._seen: dict[int, Place] = {}
+        self._edges: dict[str, list[tuple[Any, Any, Place]]] = {}  # containers, and what they had at a key or an index
+        self._of: dict[str, Place] = {}
+        for name, value in values.items():
+            self._edges[name] = []
+            if (place := self._record(name, value, name)) is not None:
+                self._of[name] = place
+
+    def get(self, name: str) -> Place | None:
+        """Return the place of a value; None if it had no object that a restore could write into."""
+        return self._of.get(name)
+
+    def _record(self, name: str, value: object, path: str) -> Place | None:
+        if id(value) in self._seen:
+            return Place(path, value, self._seen[id(value)].parts)
+        if type(value) in _ATOMS or not _has_content(value) or len(self._seen) >= _MOST_PLACES:
+            return None
+        place = self._seen[id(value)] = Place(path, value)
+        for key in _keys(value):
+            kind, where = key[0], key[-1]
+            part = self._record(name, _part(value, key), f"{path}[{where!r}]" if kind == "item" else f"{path}.{where}")
+            if part is not None:
+                place.parts[key] = part
+                self._edges[name].append((_container(value, key), where, part))
+        return place
+
+    def moved(self, values: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+        """Return the paths at which the values have other objects now: as ``name.moved``, part of a commit."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, place in self._of.items():
+            if values.get(name) is not place.held:
+                found[f"{name}.moved"] = (place.path,)
+            elif moved := [part.path for at, key, part in self._edges[name] if _item(at, key) is not part.held]:
+                found[f"{name}.moved"] = tuple(moved)
+        return found
+
+
+def _has_content(value: object) -> bool:
+    """Return True for objects that a restore may write into, or that contain such objects."""
+    return type(value) is tuple or isinstance(value, _WHOLE) or _can_be_written(value, value)
+
+
+def _keys(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys of ``_part``, except of numbers, texts and tensors, which no restore writes into."""
+    if isinstance(value, torch.nn.Module):
+        for name, part in value.named_modules():
+            yield from (("module", name, key) for key in _plain_attributes(part))
+        return
+    if isinstance(value, Optimizer):
+        return
+    items: Iterable[tuple[Any, object]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple | deque):
+        items = enumerate(value)
+    yield from (("item", key) for key, part in items if type(key) in (str, int) and type(part) not in _ATOMS)
+    yield from (("attribute", key) for key, part in getattr(value, "__dict__", {}).items() if type(part) not in _ATOMS)
+
+
+def _part(value: Any, key: Any) -> object:
+    """Return a part of an object; None if there is none."""
+    with suppress(AttributeError):  # no such part of a module
+        return _item(_container(value, key), key[-1])
+    return None
+
+
+def _container(value: Any, key: Any) -> Any:
+    if key[0] == "item":
+        return value
+    return vars(value if key[0] == "attribute" else value.get_submodule(key[1]))
+
+
+def _item(container: Any, key: Any) -> object:
+    if isinstance(container, dict):
+        return dict.get(container, key)
+    return container[key] if key < len(container) else None
+
+
+def _plain_attributes(module: torch.nn.Module) -> list[str]:
+    return [key for key in vars(module) if key not in _OF_MODULES]
+
+
+class InPlace:
+    """In-place restore of several values, which may share objects. ``assign`` all of them first, then ``restore`` them.
+
+    ``own``: the values that have been restored. ``moved``: paths at which the commit has other objects than Places.
+    """
+
+    def __init__(self, own: Iterable[object], moved: Collection[str] = ()) -> None:
         self._values = own
+        self._moved = moved
         self._results: dict[int, Any] = {}  # by the id of the object in the commit
-        self._taken: set[int] = set()  # ids of the live objects that have their content
+        self._assigned: dict[int, object] = {}  # by the id of the object in the commit: the live object for its content
+        self._taken: set[int] = set()  # ids of these live objects
+
+    def assign(self, saved: object, place: Place | None) -> None:
+        """Let the object at a place, and those in it, take the content of their counterparts in the commit."""
+        if place is None or place.path in self._moved or type(saved) is not type(place.held):
+            return
+        if id(saved) in self._assigned:
+            return
+        if type(saved) is not tuple:
+            if id(place.held) in self._taken or not _can_be_written(place.held, saved):
+                return
+            self._assigned[id(saved)] = place.held
+            self._taken.add(id(place.held))
+        for key, part in place.parts.items():
+            self.assign(_part(saved, key), part)
 
     @functools.cached_property
     def _own(self) -> dict[int, object]:
@@ -48,27 +168,32 @@ class InPlace:
         return {id(part): part for value in self._values for part in _parts_of(value)}
 
     def restore(self, live: object, saved: object) -> Any:
-        """Return ``live`` with the content of ``saved``, or ``saved`` itself if that cannot be."""
+        """Return the object to which ``saved`` was assigned, with its content, or else ``saved`` itself.
+
+        ``live``: what is at this place now. The own values in it are kept in a copy, too.
+        """
         if id(saved) in self._results:
             return self._results[id(saved)]
-        if (
-            live is saved
-            or type(live) is not type(saved)
-            or type(saved) in _ATOMS
-            or len(self._results) >= _MAX_OBJECTS
-        ):
+        if type(saved) in _ATOMS or live is saved or len(self._results) >= _MAX_OBJECTS:
             return saved
+        held = self._assigned.get(id(saved))
+        same = live if type(live) is type(saved) else held
         result = saved
-        if id(live) in self._own:
-            result = self._match(live, saved)
+        if held is not None and id(held) in self._own:
+            result = held
+        elif id(same) in self._own:
+            result = self._match(same, saved)
         elif type(saved) is tuple:
-            result = self._tuple(live, saved)
-        elif id(live) not in self._taken and _can_be_written(live, saved):
-            self._taken.add(id(live))
-            self._results[id(saved)] = live  # it may contain itself
+            result = tuple(self._sequence(same or (), saved))
+        elif held is not None:
+            self._results[id(saved)] = held  # it may contain itself
             with suppress(Exception):  # of the script's objects: the copy is whole
-                self._write(live, saved)
-                result = live
+                self._write(held, saved, same)
+                result = held
+        elif same is not None and not isinstance(saved, (*_WHOLE, *_GENERATORS)) and _can_be_written(same, saved):
+            self._results[id(saved)] = saved
+            with suppress(Exception):
+                self._write(saved, saved, same)
         self._results[id(saved)] = result
         return result
 
@@ -80,43 +205,44 @@ class InPlace:
         wanted = comparable_bytes(saved)
         return next((part for part in (live, *others) if comparable_bytes(part) == wanted), live)
 
-    def _tuple(self, live: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-        parts = [self.restore(one, other) for one, other in zip(live, saved, strict=False)]
-        return (*parts, *saved[len(parts) :])
+    def _sequence(self, live: Any, saved: Any) -> list[Any]:
+        pairs = itertools.zip_longest(list(live)[: len(saved)], list(saved))
+        return [self.restore(one, other) for one, other in pairs]
 
-    def _write(self, live: Any, saved: Any) -> None:
-        if isinstance(live, torch.nn.Module):
-            self._write_module(live, saved)
+    def _write(self, into: Any, saved: Any, live: Any) -> None:
+        """Write the content of ``saved``. ``into`` may be ``saved`` itself; ``live`` has the own values."""
+        if isinstance(into, torch.nn.Module):
+            self._write_module(into, saved)
             return
-        if isinstance(live, Optimizer):
-            self._write_optimizer(live, saved)
+        if isinstance(into, Optimizer):
+            self._write_optimizer(into, saved)
             return
-        if isinstance(live, random.Random):
-            live.setstate(saved.getstate())
-        elif isinstance(live, np.random.Generator):
-            live.bit_generator.state = saved.bit_generator.state
-        elif isinstance(live, (np.random.RandomState, torch.Generator)):
-            live.set_state(saved.get_state())
-        elif isinstance(live, dict):
+        attributes = {
+            key: self.restore(vars(live).get(key), value) for key, value in getattr(saved, "__dict__", {}).items()
+        }
+        if isinstance(into, random.Random):
+            into.setstate(saved.getstate())
+        elif isinstance(into, np.random.Generator):
+            into.bit_generator.state = saved.bit_generator.state
+        elif isinstance(into, (np.random.RandomState, torch.Generator)):
+            into.set_state(saved.get_state())
+        elif isinstance(into, dict):
             content = dict(self._items(live, saved))
-            live.clear()
-            live.update(content)
-        elif isinstance(live, list | deque) and len(saved) > _MAX_OBJECTS:
-            live.clear()
-            live.extend(saved)
-        elif isinstance(live, list | deque):
-            parts = [self.restore(one, other) for one, other in itertools.zip_longest(list(live)[: len(saved)], saved)]
-            live.clear()
-            live.extend(parts)
-        elif isinstance(live, set):
-            live.clear()
-            live.update(saved)
-        elif isinstance(live, bytearray):
-            live[:] = saved
-        if hasattr(live, "__dict__"):
-            attributes = {key: self.restore(vars(live).get(key), value) for key, value in vars(saved).items()}
-            vars(live).clear()
-            vars(live).update(attributes)
+            into.clear()
+            into.update(content)
+        elif isinstance(into, list | deque):
+            items = list(saved) if len(saved) > _MAX_OBJECTS else self._sequence(live, saved)
+            into.clear()
+            into.extend(items)
+        elif isinstance(into, set):
+            items = list(saved)
+            into.clear()
+            into.update(items)
+        elif isinstance(into, bytearray):
+            into[:] = bytes(saved)
+        if hasattr(into, "__dict__"):
+            vars(into).clear()
+            vars(into).update(attributes)
 
     def _write_module(self, live: torch.nn.Module, saved: torch.nn.Module) -> None:
         for one, other in zip(_tensors_of(live).values(), _tensors_of(saved).values(), strict=True):
@@ -132,8 +258,8 @@ class InPlace:
             if id(part) not in self._own:
                 self._taken.add(id(part))
                 part.training = copied.training
-                plain = {key: value for key, value in vars(copied).items() if key not in _OF_MODULES}
-                vars(part).update({key: self.restore(vars(part).get(key), value) for key, value in plain.items()})
+                for key in _plain_attributes(copied):
+                    vars(part)[key] = self.restore(vars(part).get(key), vars(copied)[key])
 
     def _write_optimizer(self, live: Optimizer, saved: Optimizer) -> None:
         """Keep the parameters: they are in modules, or in no value, as in a newcomer without this optimizer."""
@@ -162,7 +288,7 @@ class InPlace:
             return
         for copied, other in saved.items():
             key = self._results.get(id(copied), copied)
-            yield key, self.restore(live.get(key), other)
+            yield key, self.restore(dict.get(live, key), other)
 
 
 def _parts_of(value: object) -> Iterator[object]:

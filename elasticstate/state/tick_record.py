@@ -73,6 +73,7 @@ class QuickCapture:
         self._modules: list[_Modes] = []
         self._containers: list[Any] = []
         self._identities = Identities([])
+        self._moved: dict[str, tuple[str, ...]] = live["_places"].moved(live)
 
     @classmethod
     def make(cls, live: Mapping[str, Any], names: tuple[str, ...], captured: Captured) -> QuickCapture | None:
@@ -146,7 +147,7 @@ class QuickCapture:
         for _, optimizer, state, groups in self._optimizers:
             if optimizer.state is not state or optimizer.param_groups is not groups:
                 return None
-        if not self._identities.unchanged():
+        if not self._identities.unchanged() or live["_places"].moved(live) != self._moved:
             return None
         found: dict[str, Any] = {}
         for name, optimizer, _, _ in self._optimizers:
@@ -165,9 +166,10 @@ class QuickCapture:
 
     def expand(self, objects: dict[str, Any]) -> dict[str, Any]:
         """Return what ``capture`` would return except its tensors, from a copy of what ``objects`` returned."""
-        found = {name: value for name, value in self._captured.items() if isinstance(value, Tree)}
+        found: dict[str, Any] = {name: value for name, value in self._captured.items() if isinstance(value, Tree)}
         found |= {name: objects[name] for name in self._plain}
         found |= {name: objects[name] for name, _ in self._tensors}
+        found |= self._moved
         for name, _ in self._stateful:
             found[name] = Tree(flatten(objects[name], name, found))
         for modes in self._modules:

@@ -185,7 +185,8 @@ class TorchState(State):
                 values[name].tree["names"] = found
             else:
                 values[f"{name}.groups"] = found, plain_groups(optimizers[name])
-        return values
+        pickled = {name: parts[name] for name in parts if values[name] is parts[name] and not is_array(parts[name])}
+        return {**values, **self._recorded(pickled).moved(pickled)}
 
     def apply(self, values: Captured) -> None:
         self._check_names(values, TorchState.capture)

@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from elasticstate import ObjectState, State, TorchState
-from elasticstate.state.in_place import InPlace
+from elasticstate.state.in_place import InPlace, Places
 from tests.kit.state import read_commit
 
 
@@ -155,10 +155,145 @@ VALUES = st.recursive(
 @given(VALUES, VALUES)
 def test_any_value_takes_the_content_of_any_other(live: Any, saved: Any) -> None:
     expected = copy.deepcopy(saved)
-    result = InPlace([]).restore(live, saved)
+    in_place = InPlace([])
+    in_place.assign(saved, Places({"value": live}).get("value"))
+    result = in_place.restore(live, saved)
     assert result == expected
     if type(live) is type(saved) and isinstance(live, list | dict | SimpleNamespace):
         assert result is live
+
+
+# -------------------------------------------------------------------- objects that a value takes from the script's own
+
+
+def stages() -> list[dict[str, int]]:
+    return [{"stage": number} for number in range(4)]
+
+
+def as_value(stage: dict[str, int]) -> dict[str, Any]:
+    return {"value": stage}
+
+
+def in_object(stage: dict[str, int]) -> dict[str, Any]:
+    return {"value": SimpleNamespace(stage=stage, others=[1])}
+
+
+def in_dict(stage: dict[str, int]) -> dict[str, Any]:
+    return {"value": {"now": stage}}
+
+
+def put(state: State, stage: dict[str, int]) -> None:
+    """Let the value have this stage now."""
+    match state.value:
+        case SimpleNamespace():
+            state.value.stage = stage
+        case {"now": _}:
+            state.value["now"] = stage
+        case _:
+            state.value = stage
+
+
+def present(state: State) -> Any:
+    match state.value:
+        case SimpleNamespace():
+            return state.value.stage
+        case {"now": stage}:
+            return stage
+    return state.value
+
+
+@pytest.mark.parametrize("kind", [TorchState, ObjectState])
+@pytest.mark.parametrize("make", [as_value, in_object, in_dict])
+@pytest.mark.parametrize(("committed", "later"), [(0, 1), (1, 2), (2, 0), (1, 1)])
+@pytest.mark.parametrize("is_new", [False, True], ids=["survivor", "newcomer"])
+def test_a_list_from_which_a_value_takes_its_objects_is_not_written(
+    kind: type[State], make: Callable[[dict[str, int]], dict[str, Any]], committed: int, later: int, is_new: bool
+) -> None:
+    """A curriculum has a list of stages, and the state the present one."""
+    all_stages = stages()
+    state = kind(**make(all_stages[0]))
+    state.commit()
+    put(state, all_stages[committed])
+    state.commit()
+    if is_new:
+        commit = read_commit(state._committer.snapshot, state.commits[0])
+        all_stages = stages()
+        state = kind(**make(all_stages[0]))
+        state.apply(commit)
+    else:
+        put(state, all_stages[later])
+        state.restore()
+    assert all_stages == stages()
+    assert present(state) == stages()[committed]
+    put(state, all_stages[3])  # the script goes on, and the next failure comes
+    state.commit()
+    put(state, all_stages[0])
+    state.restore()
+    assert all_stages == stages()
+    assert present(state) == stages()[3]
+
+
+class Program:
+    """A script with objects of its own, some of which are values of its state."""
+
+    def __init__(self) -> None:
+        self.pool: list[list[Any]] = [[number] for number in range(6)]
+        self.state = ObjectState(a=self.pool[0], b=[self.pool[1], self.pool[2]], c=SimpleNamespace(x=self.pool[3]))
+        self.at_first = self.places()
+
+    def places(self) -> dict[str, Any]:
+        """Return the objects of the state by their places. Two are in another object of the state."""
+        state = self.state
+        return {"a": state.a, "b": state.b, "b0": state.b[0], "b1": state.b[1], "c": state.c, "x": state.c.x}
+
+    def put(self, place: str, value: Any) -> None:
+        if place in ("b0", "b1"):
+            self.state.b[int(place[1])] = value
+        elif place == "x":
+            self.state.c.x = value
+        else:
+            self.state.a = value
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.sampled_from(["a", "b0", "b1", "x"]), st.integers(0, 5)),
+        st.tuples(st.just("append"), st.integers(0, 5)),
+        st.tuples(st.just("commit")),
+        st.tuples(st.just("restore")),
+    ),
+    max_size=14,
+)
+
+
+@given(STEPS)
+def test_a_restore_writes_only_into_objects_that_are_at_their_first_places(steps: list[tuple[Any, ...]]) -> None:
+    """The oracle: contents as committed; first objects where they were; no other object of the script has changed."""
+    program = Program()
+    program.state.commit()
+    committed = copy.deepcopy(program.places())
+    stayed = dict(program.at_first)
+    for step in [*steps, ("restore",)]:
+        match step:
+            case "put", place, number:
+                program.put(place, program.pool[number])
+            case "append", number:
+                program.pool[number].append(len(program.pool[number]))
+            case ("commit",):
+                program.state.commit()
+                now = program.places()
+                committed = copy.deepcopy(now)
+                stayed = {name: now[name] for name in now if now[name] is program.at_first[name]}
+            case ("restore",):
+                before = copy.deepcopy(program.pool)
+                program.state.restore()
+                now = program.places()
+                assert now == committed
+                seen = [id(each) for each in stayed.values()]
+                for name, value in stayed.items():
+                    assert now[name] is value, name
+                for value, content in zip(program.pool, before, strict=True):
+                    assert value == content or id(value) in seen
 
 
 # ------------------------------------------------------------------------ objects that refer to modules and optimizers
