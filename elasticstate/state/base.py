@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import time
 import weakref
 from abc import abstractmethod
@@ -271,7 +272,8 @@ class State(Joinable):
         parts = self._parts()
         pickled = {name for name in parts if not (isinstance(values[name], Tree) or is_array(values[name]))}
         own = (value for name, value in parts.items() if name not in pickled)
-        in_place = InPlace(own, {path for name in pickled for path in values.get(f"{name}.moved", ())})
+        moved = (values[each].paths for name in pickled if (each := f"{name}.moved") in values)
+        in_place = InPlace(own, frozenset(itertools.chain(*moved)))
         places = self._recorded({name: value for name, value in parts.items() if name in pickled})
         for name in sorted(pickled):
             in_place.assign(values[name], places.get(name))

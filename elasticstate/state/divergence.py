@@ -16,7 +16,7 @@ from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.layout import number_of
 from elasticstate.state.session import Channel
-from elasticstate.state.values import Leaf, Row, Tree, comparable_bytes
+from elasticstate.state.values import Leaf, Moved, Row, Tree, comparable_bytes
 
 Kinds = dict[str, bool]
 """For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
@@ -151,8 +151,8 @@ def _fingerprints(snapshot: Comparable) -> dict[str, str]:
 def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Tree):
         yield from _object_fingerprints(path, value.tree)
-    elif isinstance(value, Leaf | Row):
-        return  # the tensors have fingerprints of their own
+    elif isinstance(value, Leaf | Row | Moved):
+        return  # the tensors have fingerprints of their own, and places are no values
     elif type(value) is dict and value and all(isinstance(key, str | int) for key in value):
         for key, item in value.items():
             yield from _object_fingerprints(f"{path}.{key}", item)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from elasticstate.state.values import comparable_bytes, fits, write_into
+from elasticstate.state.values import Moved, comparable_bytes, fits, write_into
 
 _MAX_OBJECTS = 200_000  # of a restore; the rest is copied
 _WHOLE = (torch.nn.Module, Optimizer)  # written if they have the same structure
@@ -79,14 +79,14 @@ class Places:
                 self._edges[name].append((_container(value, key), where, part))
         return place
 
-    def moved(self, values: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    def moved(self, values: Mapping[str, object]) -> dict[str, Moved]:
         """Return the paths at which the values have other objects now: as ``name.moved``, part of a commit."""
-        found: dict[str, tuple[str, ...]] = {}
+        found: dict[str, Moved] = {}
         for name, place in self._of.items():
             if values.get(name) is not place.held:
-                found[f"{name}.moved"] = (place.path,)
+                found[f"{name}.moved"] = Moved((place.path,))
             elif moved := [part.path for at, key, part in self._edges[name] if _item(at, key) is not part.held]:
-                found[f"{name}.moved"] = tuple(moved)
+                found[f"{name}.moved"] = Moved(tuple(moved))
         return found
 
 
@@ -117,6 +117,10 @@ def _part(value: Any, key: Any) -> object:
     with suppress(AttributeError):  # no such part of a module
         return _item(_container(value, key), key[-1])
     return None
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (type(one) in _ATOMS and type(one) is type(other) and one == other)
 
 
 def _container(value: Any, key: Any) -> Any:
@@ -154,11 +158,13 @@ class InPlace:
             return
         if id(saved) in self._assigned:
             return
-        if type(saved) is not tuple:
-            if id(place.held) in self._taken or not _can_be_written(place.held, saved):
-                return
+        if type(saved) is tuple:
+            self._assigned[id(saved)] = place.held
+        elif id(place.held) not in self._taken and _can_be_written(place.held, saved):
             self._assigned[id(saved)] = place.held
             self._taken.add(id(place.held))
+        else:
+            return
         for key, part in place.parts.items():
             self.assign(_part(saved, key), part)
 
@@ -185,6 +191,8 @@ class InPlace:
             result = self._match(same, saved)
         elif type(saved) is tuple:
             result = tuple(self._sequence(same or (), saved))
+            if isinstance(held, tuple) and len(held) == len(result) and all(map(_is_same, held, result)):
+                result = held
         elif held is not None:
             self._results[id(saved)] = held  # it may contain itself
             with suppress(Exception):  # of the script's objects: the copy is whole

@@ -45,7 +45,7 @@ from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.module_state import Walk, flag_of, is_usual, parts_of, requires_grad
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
-from elasticstate.state.values import Captured, Tree, dumps, flat_bytes, flatten, is_array, split_by_kind
+from elasticstate.state.values import Captured, Moved, Tree, dumps, flat_bytes, flatten, is_array, split_by_kind
 
 if TYPE_CHECKING:
     from elasticstate.state.base import State
@@ -73,7 +73,7 @@ class QuickCapture:
         self._modules: list[_Modes] = []
         self._containers: list[Any] = []
         self._identities = Identities([])
-        self._moved: dict[str, tuple[str, ...]] = live["_places"].moved(live)
+        self._moved: dict[str, Moved] = live["_places"].moved(live)
 
     @classmethod
     def make(cls, live: Mapping[str, Any], names: tuple[str, ...], captured: Captured) -> QuickCapture | None:

@@ -39,6 +39,13 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Paths at which a value has other objects than at the first capture. See in_place.py."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """Placeholder for a tensor or array in a tree. The name of the tensor follows from the place."""
 

@@ -967,16 +967,19 @@ class Average:
 
 @program()
 def objects_with_other_references(z: Keeper | Part) -> None:
-    """The script uses its own references to plain values. Two of them refer to the model, or to its optimizer."""
+    """The script uses its own references to plain values. Two of them refer to the model, or to its optimizer, and one
+    is taken from a list of the script."""
     model = net()
     schedule = Noam(torch.optim.Adam(model.parameters()))
     average, losses, dice = Average(model), [0.0], random.Random(1)
-    state = state_of(z, model=model, schedule=schedule, average=average, losses=losses, dice=dice)
+    phases = [{"scale": 1.0 + number} for number in range(3)]
+    state = state_of(z, model=model, schedule=schedule, average=average, losses=losses, dice=dice, phase=phases[0])
 
     def step(ddp: nn.Module) -> None:
         schedule.optimizer.zero_grad()
         z.at("forward")
-        loss = ddp(inputs(state.step)).square().mean() * dice.random()
+        state.phase = phases[state.step % 3]
+        loss = ddp(inputs(state.step)).square().mean() * dice.random() * state.phase["scale"]
         z.backward(loss).backward()
         schedule.step()
         average.update()

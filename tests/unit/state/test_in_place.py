@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from elasticstate import ObjectState, State, TorchState
+from elasticstate.state import divergence
 from elasticstate.state.in_place import InPlace, Places
 from tests.kit.state import read_commit
 
@@ -231,6 +232,34 @@ def test_a_list_from_which_a_value_takes_its_objects_is_not_written(
     state.restore()
     assert all_stages == stages()
     assert present(state) == stages()[3]
+
+
+def test_ranks_with_other_objects_of_the_same_values_are_equal() -> None:
+    states = [ObjectState(value={"betas": (0.9, [1])}, other=[2]) for _ in range(2)]
+    for state in states:
+        state.commit()
+    states[1].other = [*states[1].other]
+    for state in states:
+        state.commit()
+    one, other = (state._committer.snapshot for state in states)
+    assert one.summary() != other.summary(), "one commit tells that a value is another object"
+    assert divergence._fingerprints(one) == divergence._fingerprints(other)
+
+
+def test_a_newcomer_has_its_own_objects_at_all_places_of_the_commit() -> None:
+    def make() -> ObjectState:
+        return ObjectState(value={"betas": (0.9, [1])}, pair=([2], SimpleNamespace(x=[3])))
+
+    state, newcomer = make(), make()
+    state.value["betas"][1].append(4)
+    state.pair[1].x.append(5)
+    state.commit()
+    value, pair = newcomer.value, newcomer.pair
+    newcomer.apply(read_commit(state._committer.snapshot, state.commits[0]))
+    assert newcomer.value is value
+    assert newcomer.pair is pair
+    assert (value, pair[0], pair[1].x) == ({"betas": (0.9, [1, 4])}, [2], [3, 5])
+    assert not [name for name in newcomer.capture() if name.endswith(".moved")]
 
 
 class Program:
