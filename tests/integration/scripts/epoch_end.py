@@ -35,6 +35,8 @@ def may_die(place: str, epoch: int) -> None:
 
 
 def train_epoch(state: elastic.TorchState, ddp: DistributedDataParallel, epoch: int) -> None:
+    while epoch == 2 and elastic.size() == 1:  # the newcomer would divide this epoch if it came later
+        state.check_host_updates()
     batches = 0
     for batch in state.loader:
         optimizer.zero_grad()
