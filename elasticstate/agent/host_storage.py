@@ -358,7 +358,8 @@ class StorageAllocator:
         so_far = "" if self._is_known else " so far"
         each = f"{workers} worker{'s' if workers != 1 else ''} x {2 + self._copies} x {format_bytes(size)}"
         each += f", {self._copies} of them for --replicas" if self._copies else ""
-        available = self._free() + sum(self._lengths()) + (self._store.size_bytes() if self._store is not None else 0)
+        ours = sum(512 * found.st_blocks for found in self._stats())  # one may be growing: its length is set at the end
+        available = self._free() + ours + (self._store.size_bytes() if self._store is not None else 0)
         text = f"commits {verb} {format_bytes(need)}{so_far} on this host ({each}); {format_bytes(available)} are free"
         self._storage.log(
             f"{text} in {self._storage.directory.base}{', which is too little' if need > available else ''}"
@@ -396,7 +397,10 @@ class StorageAllocator:
         return 2 * workers * size - sum(min(size, length) for length in lengths)
 
     def _lengths(self) -> list[int]:
-        return [os.fstat(fd).st_size for files in self._storage.slots().values() for fd in files.buffers]
+        return [found.st_size for found in self._stats()]
+
+    def _stats(self) -> list[os.stat_result]:
+        return [os.fstat(fd) for files in self._storage.slots().values() for fd in files.buffers]
 
     def _free(self) -> int:
         found = os.statvfs(self._storage.directory.fd)
