@@ -83,9 +83,10 @@ class Places:
         """Return the paths at which the values have other objects now: as ``name.moved``, part of a commit."""
         found: dict[str, Moved] = {}
         for name, place in self._of.items():
-            if values.get(name) is not place.held:
-                found[f"{name}.moved"] = Moved((place.path,))
-            elif moved := [part.path for at, key, part in self._edges[name] if _item(at, key) is not part.held]:
+            moved = [] if values.get(name) is place.held else [place.path]
+            # Also if it has moved: other values may share its parts.
+            moved += [part.path for at, key, part in self._edges[name] if _item(at, key) is not part.held]
+            if moved:
                 found[f"{name}.moved"] = Moved(tuple(moved))
         return found
 

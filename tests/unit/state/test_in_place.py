@@ -234,6 +234,18 @@ def test_a_list_from_which_a_value_takes_its_objects_is_not_written(
     assert present(state) == stages()[3]
 
 
+def test_a_part_that_two_values_shared_has_moved_in_the_other_one_too() -> None:
+    pool = stages()
+    shared = {"now": pool[0]}
+    state = ObjectState(a=shared, b={"x": shared})
+    state.commit()
+    state.a, shared["now"] = {"now": pool[1]}, pool[2]
+    state.commit()
+    state.restore()
+    assert pool == stages()
+    assert (state.a, state.b) == ({"now": {"stage": 1}}, {"x": {"now": {"stage": 2}}})
+
+
 def test_ranks_with_other_objects_of_the_same_values_are_equal() -> None:
     states = [ObjectState(value={"betas": (0.9, [1])}, other=[2]) for _ in range(2)]
     for state in states:
