@@ -53,6 +53,7 @@ from elasticstate.state.values import (
     is_array,
     rebuild,
     stateful_parts,
+    without_history,
 )
 
 
@@ -231,9 +232,9 @@ class TorchState(State):
             check_scheduler(name, live, tree)
             # rebuild writes into the tensors of state_dict(). If these are the live tensors, that restores them. If
             # these are copies, no other object uses them. load_state_dict() may keep tensors, so it gets no views of
-            # the commit.
+            # the commit, and may copy them deeply, which torch refuses for a result of autograd.
             is_iterated = has_iterators(live)
-            state = rebuild(tree, values, None if is_iterated else live.state_dict(), None, name, set())
+            state = rebuild(tree, values, None if is_iterated else without_history(live.state_dict()), None, name, set())
             if is_iterated and self._committer.loaded is not None:
                 self._committer.loaded[name] = copy_with_same_tensors(state)
             load_state(live, state)

@@ -413,6 +413,18 @@ def copy_with_same_tensors(value: Any) -> Any:
     return rebuild_with(lambda _, name, __: values[name], tree, None, None, "", set())
 
 
+def without_history(value: Any) -> Any:
+    """Return nested containers in which results of autograd are leaves with the same memory."""
+    values: dict[str, Any] = {}
+    tree = flatten(value, "", values)
+
+    def leaf(_: object, name: str, __: torch.device) -> Any:
+        found = values[name]
+        return found.detach() if isinstance(found, torch.Tensor) and not found.is_leaf else found
+
+    return rebuild_with(leaf, tree, None, None, "", set())
+
+
 Load = Callable[[object, str, torch.device], Any]
 """Return the tensor or array of a name, given the live value at its place and the device of a new tensor."""
 

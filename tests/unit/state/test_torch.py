@@ -342,6 +342,30 @@ def test_tensors_arrays_and_objects_and_any_state_dict() -> None:
         assert (state.epoch, state.log, state.nothing) == (0, [1], None)
 
 
+def test_an_object_may_keep_results_of_autograd_and_copy_what_it_loads() -> None:
+    """Averages of parameters do both: they keep clones of parameters, and load deep copies."""
+
+    class Average:
+        def __init__(self, parameter: torch.Tensor) -> None:
+            self.kept = {"clones": [parameter.clone()], "parameter": parameter}
+
+        def state_dict(self) -> Any:
+            return self.kept
+
+        def load_state_dict(self, content: Any) -> None:
+            self.kept = copy.deepcopy(content)
+
+    average = Average(torch.ones(2, requires_grad=True))
+    state = TorchState(average=average)
+    state.commit()
+    for _ in range(2):
+        average.kept["clones"] = [clone.detach() * 3 + average.kept["parameter"] for clone in average.kept["clones"]]
+        assert not average.kept["clones"][0].is_leaf
+        state.restore()
+        assert picture(average.kept) == picture({"clones": [torch.ones(2)], "parameter": torch.ones(2)})
+        assert average.kept["parameter"].requires_grad
+
+
 def test_random_state_goes_with_the_commit() -> None:
     def draw() -> Any:
         dropout = torch.nn.functional.dropout(torch.ones(20))
