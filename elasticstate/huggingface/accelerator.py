@@ -21,6 +21,7 @@ from elasticstate.errors import UsageError
 from elasticstate.huggingface.state import (
     TrainingLoader,
     TrainingState,
+    batches_of,
     check_accelerator,
     check_dataset,
     elastic_loader,
@@ -258,17 +259,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.elastic.attached("loader") is not None:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         check_dataset(data_loader.dataset)
-        shuffle, unit = is_shuffled(data_loader), (data_loader.batch_size or 1) * self.elastic.workers
+        shuffle, batches = is_shuffled(data_loader), batches_of(data_loader)
+        self._batch_size = batches.batch_size
+        unit = self._batch_size * self.elastic.workers
         loader = elastic_loader(
             data_loader,
             unit * self.gradient_accumulation_steps,
-            data_loader.batch_size or 1,
+            self._batch_size,
             shuffle=shuffle,
             seed=self.dataloader_config.data_seed or 0,
-            drop_last=data_loader.drop_last,
+            drop_last=batches.drop_last,
         )
         self.elastic.attach(loader=loader)
-        self._batch_size = data_loader.batch_size or 1
         return TrainingLoader(loader, unit, self._batches)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler  # type: ignore[import-untyped]
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 import elasticstate as elastic
 from elasticstate.compat.libraries import clear_singletons, set_local_place
@@ -184,19 +192,31 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def is_shuffled(loader: DataLoader[Any]) -> bool:
+def batches_of(loader: DataLoader[Any]) -> Any:
+    """Return the batch sampler of a loader, without those by which Accelerate shares its batches among the ranks."""
+    batches = loader.batch_sampler
+    while isinstance(batches, BatchSamplerShard):
+        batches = batches.batch_sampler
+    return batches
+
+
+def is_shuffled(loader: DataLoader[Any], remedy: str = "Give the DataLoader batch_size= and shuffle= only.") -> bool:
     """Return True if ``loader`` has ``shuffle=True``. Raises UsageError for a sampler of the user's own."""
-    kinds = type(loader.sampler), type(loader.batch_sampler)
-    if loader.batch_size is None or kinds not in ((RandomSampler, BatchSampler), (SequentialSampler, BatchSampler)):
+    batches = batches_of(loader)
+    sampler = getattr(batches, "sampler", loader.sampler)
+    is_random = type(sampler) in (RandomSampler, SeedableRandomSampler)
+    if type(sampler) is SubsetRandomSampler:
+        is_random = sorted(sampler.indices) == list(range(len(loader.dataset)))  # type: ignore[arg-type]
+    if getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__ or not (
+        is_random or type(sampler) is SequentialSampler
+    ):
         raise UsageError(
-            f"The DataLoader has a {kinds[0].__name__} and a {kinds[1].__name__}, but elasticstate "
-            " orders the samples itself. Give the DataLoader batch_size= and shuffle= only."
+            f"The DataLoader has a {type(sampler).__name__} and a {type(batches).__name__}, but elasticstate orders "
+            f"the samples itself. {remedy}"
         )
-    if not isinstance(loader.sampler, RandomSampler):
-        return False
-    if loader.sampler.replacement or loader.sampler.num_samples != len(loader.sampler.data_source):
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
         raise UsageError("A RandomSampler with replacement= or num_samples= cannot use each sample once. Remove these.")
-    return True
+    return is_random
 
 
 def elastic_loader(

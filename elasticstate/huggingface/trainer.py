@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 import elasticstate as elastic
@@ -21,10 +22,12 @@ from elasticstate.extension import world_size
 from elasticstate.huggingface.state import (
     TrainingLoader,
     TrainingState,
+    batches_of,
     check_accelerator,
     check_dataset,
     check_world,
     elastic_loader,
+    is_shuffled,
     refuse,
 )
 
@@ -70,6 +73,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     args: Any
     optimizer: Any
+    get_train_dataloader: Any
     training_step: Any
     loss_is_scaled_for_ga: bool | None
     _loader: elastic.ElasticDataLoader
@@ -102,6 +106,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         self._ticked = -1  # the global step at which the last tick ended
         self._is_finished = self._has_begun = False
         self.callback_handler.callbacks.insert(0, _Callback(self))  # before the user's
+        self._plain_loader = self.get_train_dataloader  # perhaps the user's own
+        self.get_train_dataloader = self._elastic_loader
         if self.model_init is None:  # else train() makes another model
             self.elastic.attach(model=self.model)
             self.elastic.load("model")  # an evaluation may come before train()
@@ -137,20 +143,34 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
                 "Use an optimizer whose state_dict() has its state, such as 'adamw_torch'.",
             )
 
-    def get_train_dataloader(self) -> TrainingLoader:
+    def _elastic_loader(self) -> TrainingLoader:
+        """Return a loader with the data set, the collator and the order of the Trainer's, or of the user's override."""
         if self._batches is not None:
             return self._batches
         if self.train_dataset is None:
             raise UsageError("Trainer: train_dataset is None. Pass a data set.")
-        check_dataset(self.train_dataset)
-        plain = super().get_train_dataloader()  # with the collator and columns of the Trainer
+        plain = self._plain_loader()
+        if not isinstance(plain, DataLoader):
+            refuse(f"get_train_dataloader(), which returns a {type(plain).__name__},", "Return a DataLoader.")
+        check_dataset(plain.dataset)
+        shuffle = is_shuffled(
+            plain,
+            f"Remove what gives {type(self).__name__} another order: its get_train_dataloader(), _get_train_sampler(), "
+            "or an argument such as batch_sampler.",
+        )
+        batches = batches_of(plain)
+        if batches.batch_size != self.args.train_batch_size:
+            refuse(
+                f"get_train_dataloader() with batches of {batches.batch_size}",
+                f"Set per_device_train_batch_size={batches.batch_size}, which is {self.args.train_batch_size}.",
+            )
         self._loader = elastic_loader(
             plain,
             self._global_batch,
             self.args.per_device_train_batch_size,
-            shuffle=self.args.train_sampling_strategy == "random",
+            shuffle=shuffle,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            drop_last=self.args.dataloader_drop_last,
+            drop_last=batches.drop_last,
         )
         self.elastic.attach(loader=self._loader)
         self.elastic.load("loader")

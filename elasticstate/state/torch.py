@@ -234,7 +234,9 @@ class TorchState(State):
             # these are copies, no other object uses them. load_state_dict() may keep tensors, so it gets no views of
             # the commit, and may copy them deeply, which torch refuses for a result of autograd.
             is_iterated = has_iterators(live)
-            state = rebuild(tree, values, None if is_iterated else without_history(live.state_dict()), None, name, set())
+            state = rebuild(
+                tree, values, None if is_iterated else without_history(live.state_dict()), None, name, set()
+            )
             if is_iterated and self._committer.loaded is not None:
                 self._committer.loaded[name] = copy_with_same_tensors(state)
             load_state(live, state)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from elasticstate import TorchState, UsageError
 from elasticstate.compat import libraries
-from elasticstate.huggingface import Trainer, TrainingState
+from elasticstate.huggingface import ElasticTrainer, Trainer, TrainingState
 
 SAMPLES, BATCH = 46, 4
 
@@ -208,6 +216,83 @@ def test_arguments_that_cannot_be_elastic_are_refused(tmp_path: Path, changes: d
     state = first_world()
     with pytest.raises(UsageError, match=message):
         Trainer(state, model=Classifier(), args=arguments(tmp_path, **changes), train_dataset=dataset())
+
+
+class Weighted(transformers.Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+
+
+class Subset(transformers.Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return SubsetRandomSampler(range(SAMPLES // 2))
+
+
+class InPairs(transformers.Trainer):
+    """Two samples of each draw, as trainers that compare completions of one prompt have them."""
+
+    class Pairs(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[i, i] for i in range(SAMPLES)])
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_sampler=self.Pairs(SequentialSampler(range(SAMPLES)), BATCH, False))
+
+
+class Prepared(transformers.Trainer):
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, 2 * BATCH, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+class Endless(transformers.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return iter(transformers.Trainer.get_train_dataloader(self))
+
+
+def derived(own: Any, is_above: bool) -> Any:
+    """Return a Trainer with the methods of ``own``: in a class derived from ours, or in the one that it extends."""
+    return type("Mine", (Trainer,), dict(vars(own))) if is_above else type("Mine", (ElasticTrainer, own), {})
+
+
+@pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (Weighted, "WeightedRandomSampler and a BatchSampler, but elasticstate orders .* Remove what gives Mine"),
+        (Subset, "SubsetRandomSampler and a BatchSampler, but elasticstate orders"),
+        (InPairs, "SequentialSampler and a Pairs, but elasticstate orders"),
+        (Prepared, "with batches of 8 is not supported .* Set per_device_train_batch_size=8, which is 4"),
+        (Endless, "which returns a generator, is not supported .* Return a DataLoader"),
+    ],
+)
+def test_an_override_with_another_order_of_samples_is_refused(
+    tmp_path: Path, own: Any, message: str, is_above: bool
+) -> None:
+    """Its samples would be replaced by all samples in elasticstate's order, without a word."""
+    state, args = first_world(), arguments(tmp_path)
+    mine = derived(own, is_above)(state, model=Classifier(), args=args, train_dataset=dataset())
+    with pytest.raises(UsageError, match=message):
+        mine.train()
+
+
+@pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
+def test_an_override_keeps_its_data_set_collator_and_plain_order(tmp_path: Path, is_above: bool) -> None:
+    seen = []
+
+    class Reversed(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset[::-1], BATCH, drop_last=True, collate_fn=self.collated)
+
+        def collated(self, rows: list[dict[str, Any]]) -> Any:
+            seen.append([float(row["x"][0]) for row in rows])
+            return self.data_collator(rows)
+
+    state, args = first_world(), arguments(tmp_path, num_train_epochs=1, gradient_accumulation_steps=1)
+    mine = derived(Reversed, is_above)(state, model=Classifier(), args=args, train_dataset=dataset())
+    assert mine.train().global_step == SAMPLES // BATCH
+    rows = [float(row["x"][0]) for row in dataset()][::-1]
+    assert seen == [rows[first : first + BATCH] for first in range(0, SAMPLES - BATCH + 1, BATCH)]
 
 
 def test_a_loss_that_is_a_sum_over_the_batch_is_refused(tmp_path: Path) -> None:
