@@ -19,7 +19,7 @@ def main() -> None:
     sources = sorted(PACKAGE.rglob("*.py"))
     pages = [
         *ROOT.glob("*.md"),
-        *(page for part in ("docs", "deploy", "tests") for page in (ROOT / part).rglob("*.md")),
+        *(page for part in (".github", "docs", "deploy", "tests") for page in (ROOT / part).rglob("*.md")),
     ]
     decisions = [page for page in (ROOT / "docs" / "decisions").glob("*.md") if page.name != "README.md"]
     modules = circles(imports_of(sources, at_import=True))
