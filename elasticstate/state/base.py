@@ -34,7 +34,16 @@ from elasticstate.state.in_place import InPlace, Places
 from elasticstate.state.loader import has_exact_state, has_iterators, require_no_loader_inside, require_own_position
 from elasticstate.state.module_state import flag_of, load_bare, requires_grad
 from elasticstate.state.tick_record import QuickCapture
-from elasticstate.state.values import CANNOT_BE_PICKLED, Captured, Parts, Tree, copy_with_same_tensors, dumps, is_array
+from elasticstate.state.values import (
+    CANNOT_BE_PICKLED,
+    Captured,
+    Parts,
+    Tree,
+    copy_with_same_tensors,
+    dumps,
+    is_array,
+    require_no_world,
+)
 
 _MAX_OBJECTS = 200_000  # that a search looks at
 _ATOMS = (str, int, float, complex, type, ModuleType, BuiltinFunctionType)
@@ -521,9 +530,11 @@ class State(Joinable):
         names = self.__dict__.get("_names", ())
         problem = f"{type(self).__name__} has no value {name!r}."
         if owner := next((each for each in names if hasattr(type(self.__dict__.get(each)), name)), None):
-            return f"{problem} {owner!r} has it: use state.{owner}.{name}."
+            problem += f" {owner!r} has it: use state.{owner}.{name}."
         if meant := difflib.get_close_matches(name, names, 1):
-            return f"{problem} Did you mean state.{meant[0]}? To add a value, give it to the constructor."
+            problem += f" Did you mean state.{meant[0]}?"
+        if owner or meant:
+            return f"{problem} To add a value, give it to the constructor."
         known = ", ".join(names) or "none"
         return f"{problem} Use a name that was given to the constructor ({known}), or give it {name!r}, too."
 
@@ -543,6 +554,7 @@ class ObjectState(State):
     def _check_value(self, name: str, value: object) -> None:
         if type(self).capture is ObjectState.capture:
             require_own_position(name, value)
+            require_no_world(name, value)
 
     def capture(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self._names}

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from elasticstate.log import logger
 from elasticstate.state.base import State
+from elasticstate.state.values import ANEW, belongs_to_a_world
 from elasticstate.tracebacks import is_of_the_script
 
 _KEYS = {LRScheduler: "last_epoch", torch.amp.GradScaler: "_growth_tracker", AveragedModel: "n_averaged"}
@@ -54,16 +55,19 @@ WARNED: set[str] = set()
 class Forgotten:
     """Search for what no commit contains. Create it when ``train`` has been called.
 
-    Schedulers and scalers are named at the first step of their optimizer, what else there is when it has changed: the
-    parameters of modules; the numbers and tensors of an object with ``state_dict()``, or that refers to an optimizer of
-    the state and to no module, as schedules do; and numbers that the script counts up. A pretrained network that stays
-    as it is may stay outside of the state.
+    Schedulers and scalers are named at the first step of their optimizer, and so is what belongs to one world. What
+    else there is is named when it has changed: the parameters of modules; the numbers and tensors of an object with
+    ``state_dict()``, or that refers to an optimizer of the state and to no module, as schedules do; and numbers that
+    the script counts up. A pretrained network that stays as it is may stay outside of the state.
     """
 
     def __init__(self, train: Callable[..., object]) -> None:
         found: dict[int, tuple[str, Any]] = {}
+        self._of_one_world: dict[str, str] = {}  # their classes
         for name, value in _reachable(train):
-            if _is_a(value, torch.nn.Module, *_KEYS) or _optimizer_of(value) is not None or _has_state(value):
+            if belongs_to_a_world(value):
+                self._of_one_world.setdefault(name, type(value).__name__)
+            elif _is_a(value, torch.nn.Module, *_KEYS) or _optimizer_of(value) is not None or _has_state(value):
                 found.setdefault(id(value), (name, value))
         self._train = train
         self._found: list[tuple[str, weakref.ref[Any]]] = []
@@ -90,6 +94,16 @@ class Forgotten:
             all_of: the objects that these refer to.
             tensors: ids of the state's parameters.
         """
+        for variable, kind_of in self._of_one_world.items():
+            if variable not in WARNED:
+                WARNED.add(variable)
+                logger.warning(
+                    "%s (%s) was created outside of the function, but belongs to one world: a new worker begins with "
+                    "another one, and its collectives are not those of the others. %s",
+                    variable,
+                    kind_of,
+                    ANEW,
+                )
         found = [(variable, value) for variable, reference in self._found if (value := reference()) is not None]
         kept = {id(part) for part in _with_parts(all_of)} if found else set()
         modules = []

@@ -52,6 +52,7 @@ from elasticstate.state.values import (
     flatten,
     is_array,
     rebuild,
+    require_no_world,
     stateful_parts,
     without_history,
 )
@@ -136,6 +137,7 @@ class TorchState(State):
     def _check_value(self, name: str, value: object) -> None:
         if type(self).capture is TorchState.capture:
             require_own_position(name, value)
+            require_no_world(name, value)
             for path, part in (stateful_parts(name, value) or {name: value}).items():
                 require_describable(f"state.{path}", part)
 

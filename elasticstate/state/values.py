@@ -16,7 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
-from elasticstate.errors import StateError
+from elasticstate.errors import StateError, UsageError
 from elasticstate.state.layout import Entry, Frame, view
 from elasticstate.state.loader import is_stateful
 
@@ -123,6 +123,21 @@ def _tie(entry: Entry) -> object:
 def is_array(value: object) -> bool:
     """Return True for values stored as bytes: torch tensors, and numpy arrays of plain numbers or strings."""
     return isinstance(value, torch.Tensor) or (type(value) is np.ndarray and value.dtype.kind in "biufcSUmM")
+
+
+def belongs_to_a_world(value: object) -> bool:
+    """Return True for the state of a communication hook, or an averager, of torch: it has a process group, and counts
+    steps. By this count, all ranks choose the next collective."""
+    return type(value).__module__.startswith("torch.distributed.algorithms.")
+
+
+ANEW = "Create it in the function that is decorated with run, anew in each world."
+
+
+def require_no_world(name: str, value: object) -> None:
+    """Raise UsageError for a value that could not be loaded without a process group."""
+    if belongs_to_a_world(value):
+        raise UsageError(f"state.{name} is a {type(value).__name__}, which belongs to one world. {ANEW}")
 
 
 def split_by_kind(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.algorithms.join import Join
 
 from elasticstate import present_world
@@ -56,6 +57,23 @@ def test_a_method_of_a_value_is_named_with_the_value(name: str) -> None:
     state = TorchState(step=0, model=torch.nn.Linear(1, 1))
     with pytest.raises(AttributeError, match=rf"no value '{name}'\. 'model' has it: use state\.model\.{name}\."):
         getattr(state, name)
+
+
+def test_a_method_and_a_similar_name_are_both_named() -> None:
+    model = torch.nn.Linear(1, 1)
+    state = TorchState(stepp=0, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(
+        AttributeError,
+        match=r"no value 'step'\. 'optimizer' has it: use state\.optimizer\.step\. Did you mean state\.stepp\? To add",
+    ):
+        state.step += 1
+
+
+@pytest.mark.parametrize("kind", [ObjectState, TorchState])
+def test_what_belongs_to_one_world_is_refused(kind: Any) -> None:
+    """To load it, torch needs a process group, and there is none when a state is restored."""
+    with pytest.raises(UsageError, match=r"state\.hook is a PowerSGDState, which belongs to one world\. Create it in"):
+        kind(hook=PowerSGDState(process_group=None))
 
 
 @pytest.mark.parametrize("name", ["commit", "_hidden", "capture", "two words"])

@@ -203,6 +203,33 @@ def test_one_that_the_state_lacks_is_named_once(
     assert warning.endswith(f"Give it to the state: TorchState(..., {name}={value}){instead}.")
 
 
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_what_belongs_to_one_world_is_named_if_the_function_does_not_make_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_outside: bool
+) -> None:
+    made = "hook = PowerSGDState(None)\n"
+    program = f"""
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+{STATE}
+{made if is_outside else ""}
+@elastic.run
+def train(state):
+    {"" if is_outside else made}
+    for _ in range(5):
+        step()
+        hook.iter += 1
+        state.commit()
+
+train(state)
+"""
+    found = warnings_of(program, tmp_path, caplog, "was created outside of the function")
+    assert len(found) == is_outside
+    for warning in found:
+        assert warning.startswith("hook (PowerSGDState) was created outside of the function, but belongs to one world")
+        assert warning.endswith("Create it in the function that is decorated with run, anew in each world.")
+
+
 @pytest.mark.parametrize(
     "program",
     [
