@@ -540,6 +540,7 @@ class WorkerLoop:
             self._page.progress()  # a worker that gets this far does not hang
             outcome = self._judge(error)
             if outcome is None:
+                contexts.explain(error)
                 self._record(error)
                 self._regrouper.leave()
                 raise

@@ -6,6 +6,7 @@ the choice of the backend, and what several backends use.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate._native import GlooSockets
 from elasticstate.backends import BACKENDS
@@ -251,6 +253,28 @@ _LASTING = {
     719,  # cudaErrorLaunchFailure
     721,  # cudaErrorTensorMemoryLeak
 }
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to an exception of the script, if a DistributedDataParallel of an earlier world lives.
+
+    Its process group has ended: torch reports a lost connection, although no worker is lost.
+    """
+    if not isinstance(error, RuntimeError | ValueError) or sys.version_info < (3, 11):
+        return
+    gc.collect()
+    if any(issubclass(type(found), DistributedDataParallel) and _has_ended(found) for found in gc.get_objects()):
+        error.add_note(
+            "A DistributedDataParallel of an earlier world is still there, whose process group has ended. If the "
+            "function uses it, create it in the function, anew in each world."
+        )
+
+
+def _has_ended(wrapper: DistributedDataParallel) -> bool:
+    try:
+        return not dist.get_process_group_ranks(wrapper.process_group)
+    except (AttributeError, KeyError, ValueError, RuntimeError):  # torch knows the groups of the present world alone
+        return True
 
 
 def is_lost(error: BaseException) -> bool:
