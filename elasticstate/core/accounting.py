@@ -1,12 +1,9 @@
 """Measurement of the figures of a job. The core calls this module for each fact and when a new world forms.
 
 A *lost commit* was sealed by all members of the ended world, as far as the driver received reports, but the next world
-starts from an older commit: the buffers that held it are damaged, or their slots are given up. The *lost ticks* must be
-done again: they lie between the commit that the next world starts from and the last tick that a survivor completed. If
-no member survives, the last tick of any member counts.
-
-READY is exact, and so is the control page that an agent reads after its worker has ended. For a lost host, the driver
-has only the last heartbeat.
+starts from an older commit. The *lost ticks* must be done again: they lie between the commit that the next world starts
+from and the last tick that a survivor completed; if no member survives, that of any member. READY is exact, and so is
+the control page that an agent reads after its worker has ended; of a lost host, only the last heartbeat is known.
 """
 
 from __future__ import annotations
@@ -69,9 +66,7 @@ _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
 
 def follow(d: Draft) -> None:
     """Enter the activity of the job after a step into its account of time."""
-    account = d.ledger.account.switched(activity_of(d), d.now)
-    if account is not d.ledger.account:
-        d.update_ledger(account=account)
+    d.update_ledger(account=d.ledger.account.switched(activity_of(d), d.now))
 
 
 def member_left(d: Draft, ready: t.Ready) -> None:
@@ -167,9 +162,7 @@ def first_tick(d: Draft, first: t.First) -> None:
 
 def training_began(d: Draft, at: float) -> None:
     """Record when a member of the present world began to train."""
-    account = d.ledger.account.with_training(at, d.now)
-    if account is not d.ledger.account:
-        d.update_ledger(account=account)
+    d.update_ledger(account=d.ledger.account.with_training(at, d.now))
 
 
 def training_resumed(d: Draft, at: float) -> None:

@@ -1,12 +1,9 @@
 """Commits without a worker, and work without a commit.
 
-Retained commits are commits in memory that outlive their workers; the agents keep them (I3).
-
-While a member of the newest world lives that began this world with the job's state, the commits of that member decide:
-it has sealed every commit that all members have sealed. This is not true for a member that ended ticks without training
-(torch's ``Join``), nor for a follower (see worlds.py). If no such member lives, the newest retained commit decides,
-and the core waits for its slot. The core records the last report about each slot, from its worker or from an agent that
-found the commit.
+Retained commits are commits in memory that outlive their workers; the agents keep them (I3). While a member of the
+newest world lives that began this world with the job's state, the commits of that member decide: it has sealed every
+commit that all members have sealed. If no such member lives, the newest retained commit decides, and the core waits for
+its slot. The core records the last report about each slot, from its worker or from an agent that found the commit.
 """
 
 from __future__ import annotations
@@ -173,14 +170,9 @@ def only_holder(draining: Iterable[Worker], stay: Iterable[Worker]) -> Worker | 
 # ---------------------------------------------------------------------------------------------------------- uncommitted
 # Work that no commit holds: a warning before it is lost, and its amount when it is.
 #
-# A job need not commit: then a failure sends it back to where it began. Whoever has forgotten ``commit()`` would
-# learn that from the first failure only. So the core warns, once in a job, when a world has completed many ticks, or
-# has trained for long, and no member has called ``commit()`` in the whole job. A call whose tick is not saved
-# (``commit(every=N)``) counts, because commits will come. A world without any tick has a notice of its own
-# (health.py), which says the same.
-#
-# A job may also commit once, or seldom, and train on. Then a failure loses much of a tick, which no number of ticks
-# says.
+# Whoever has forgotten ``commit()`` would learn that from the first failure only. So the core warns, once in a job. A
+# call whose tick is not saved (``commit(every=N)``) counts, because commits will come. A world without any tick has a
+# notice of its own (health.py). In long ticks a failure loses much that no number of ticks says.
 
 
 _MANY = 100  # ticks

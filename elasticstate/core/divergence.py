@@ -1,16 +1,9 @@
 """Silent divergence: members whose commits have different replicated values, found by the digests that they send.
 
-A digest covers all commits of a rank since some tick (state/commit_digests.py), so equal digests mean equal commits.
 The core compares the digests of one tick and one begin. Once in a generation it names the ranks that differ, then asks
 one worker of each side for the first value that differs: first for the digests of its last commits, then for the
-checksums of parts of the values of one commit, until a part is one value. No collective runs, and nothing waits.
-
-An error before an all-reduce makes all ranks equally wrong, and is not found.
-
-With ``--divergence restore`` a digest covers one commit, and each commit has one. A worker has two buffers, and does
-not overwrite the commit before its newest one until the core has found the newest one equal on all members. So the
-newest commit that is equal on all is always held, and the next world starts from it. Newer ones are *rejected*
-(commits.py), also if nobody knows that they differ: some member lacks them.
+checksums of parts of the values of one commit, until a part is one value. An error before an all-reduce makes all ranks
+equally wrong, and is not found. For this and for ``--divergence restore`` see docs/decisions/divergence.md.
 """
 
 from __future__ import annotations

@@ -62,10 +62,13 @@ class FigureFields(LossFields, TimeFields):
     goodput: float | None
 
 
-class WhereFields(CommonFields):
+class CallFields(CommonFields):
     call: str | None
     group: str | None
     number: int | None  # of the collective; null: none found
+
+
+class WhereFields(CallFields):
     entered: list[int]  # ranks
     missing: list[int]  # ranks
     silent: list[int]  # ranks that could not report

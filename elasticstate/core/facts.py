@@ -33,7 +33,7 @@ from elasticstate.core.slots import (
     take_back,
     workers_on,
 )
-from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
+from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker, fields_of, is_live
 from elasticstate.failures import how_it_ended, signal_name
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))
@@ -271,9 +271,7 @@ def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int 
     d.put_slot(worker.id.slot_id, worker=None)
     d.note(
         event_file.WorkerExited,
-        worker=str(worker.id),
-        host=worker.id.host,
-        slot=worker.id.slot,
+        **fields_of(worker.id),
         rank=worker.rank,
         exit_code=exit_code,
         signal=signal,
@@ -377,7 +375,7 @@ def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
     if worker.ready is not None:
         d.put(worker, ready=ready, commit=ready.commit, reported_at=d.now)
         return
-    d.note(event_file.WorkerReady, worker=str(worker.id), host=worker.id.host, slot=worker.id.slot)
+    d.note(event_file.WorkerReady, **fields_of(worker.id))
     d.put(
         worker,
         ready=ready,
@@ -417,8 +415,7 @@ def _hold_answered(d: Draft, worker: Worker, answer: t.HoldAnswer) -> None:
 
 
 def _generation_failed(d: Draft, worker: Worker, failure: t.GenerationFailure) -> None:
-    live = isinstance(d.phase, Running | Stopping) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
-    if not live:
+    if not (is_live(d) or isinstance(d.phase, Stopping)):
         return  # END(now) was sent: every suspect has its answer
     if failure.certain:
         d.broken.append(_what_was_found(d, worker, failure))

@@ -1,11 +1,7 @@
 """Worlds that make no progress (hangs, standstills, stalled calls), and members that slow the others (stragglers).
 
-A hang: which collective was not entered by all ranks when --hang-timeout ended a generation.
-
-The members of the ended generation report the collectives that they have entered. In each group, collectives have
-numbers, and each rank enters them in this order. So the first collective that a rank has not entered is the one after
-its last. The report is complete when all members have answered; a worker that holds the GIL never does. Then the end of
-the hung worker, or the next world, completes the report.
+The report of a hang is complete when all members of the ended generation have answered. A worker that holds the GIL
+never does: then its end, or the next world, completes the report. See docs/decisions/hangs.md.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from elasticstate.core.state import (
     Straggler,
     Ticking,
     Worker,
+    fields_of,
     living_members,
 )
 from elasticstate.core.types import SHOWN, CollectivesReport, Finding, Hang, Place, listed, number_of, ranks_text
@@ -125,13 +122,10 @@ def report_hang(d: Draft) -> None:
     silent = tuple(sorted(set(hang.ranks.values()) - set(hang.reports)))
     found = compare(hang.reports, silent) if hang.reports else Finding(None, (), (), silent)
     d.update_ledger(hang=replace(hang, found=found))
-    call = found.collective
     d.note(
         event_file.Hang,
         ended=hang.generation,
-        call=call.text if call is not None else None,
-        group=call.group if call is not None else None,
-        number=call.number if call is not None else None,
+        **_call_of(found.collective),
         entered=list(found.entered),
         missing=list(found.missing),
         silent=list(found.silent),
@@ -139,6 +133,12 @@ def report_hang(d: Draft) -> None:
         stacks={str(rank): hang.reports[rank].stack for rank in found.missing},
         text=found.text(),
     )
+
+
+def _call_of(found: t.Collective | None) -> event_file.CallFields:
+    if found is None:
+        return {"call": None, "group": None, "number": None}
+    return {"call": found.text, "group": found.group, "number": found.number}
 
 
 def reports_until(d: Draft, since: float) -> float:
@@ -163,15 +163,11 @@ def hang_text(d: Draft, worker: Worker) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- standstill
-# Standstills: no member of a world has completed a tick for far longer than usual.
+# Standstills: no member of a world has completed a tick for far longer than usual. The core cannot know if a step is
+# only long, so it ends nothing: it asks all members where they are, and reports their answers once. The time of a
+# standstill is no goodput, unless its tick is completed after all. A call of ``state.progress()`` counts like a tick.
 #
-# A hung collective, a deadlock or a stuck file system stops all members alike, without an error. The core cannot know
-# if a step is only long, so it ends nothing. It asks all members where they are, and reports their answers once; it
-# reports again when ticks go on. The time of a standstill is no goodput, unless its tick is completed after all.
-#
-# The limit is ``policy.no_tick_notice_s``, or ``_USUAL`` times the median of the last ticks if these are long. A call
-# of ``state.progress()`` counts like a tick here. In the exit gate members make no ticks: the phase has a notice of
-# its own.
+# The limit is ``policy.no_tick_notice_s``, or ``_USUAL`` times the median of the last ticks if these are long.
 
 
 ANSWER_S = 2.0  # seconds for the members to answer where they are
@@ -319,9 +315,7 @@ def _report(d: Draft, standstill: Standstill, members: Sequence[Worker]) -> Stan
         event_file.NoTick,
         seconds=round(d.now - standstill.since, 3),
         ticks=standstill.ticks,
-        call=call.text if call is not None else None,
-        group=call.group if call is not None else None,
-        number=call.number if call is not None else None,
+        **_call_of(call),
         entered=list(found.entered) if call is not None else [],
         missing=list(found.missing) if call is not None else [],
         silent=list(silent),
@@ -523,18 +517,9 @@ def note_stall_end(d: Draft, stall: Stall, reason: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- stragglers
-# Stragglers: members whose own time per tick is persistently longer than the others'.
-#
-# All ranks have equally long ticks, because each waits for the slowest one in the collectives. So the *own time* of a
-# rank, the time without these waits, is compared, over ranges of ticks that are the same for all ranks. A member is a
-# straggler if its own time exceeds the median of the others' by the threshold
-#
-# - in the sum of the last ``WINDOW`` ranges, and
-# - by half of that in each of these ranges, except one: ranks that are slow in turn, and single long ticks, do not
-#   count.
-#
-# The median of the others is the upper one, so that in a small world a rank must be slower than more than half of the
-# others. A straggler has recovered when the sum of a window exceeds the median by less than half of the threshold.
+# Stragglers: members whose own time per tick, without waits in collectives, is persistently longer than the others'.
+# The rule is in docs/decisions/stragglers.md. The median of the others is the upper one, so that in a small world a
+# rank must be slower than more than half of the others.
 
 WINDOW = 10
 """Number of ranges that are compared. A range is one tick, unless ticks are short (see native/pace.hpp)."""
@@ -643,30 +628,13 @@ def end_stragglers(d: Draft, phase: Running) -> None:
 def _name(d: Draft, worker: Worker, factor: float, ticks: int) -> Straggler:
     """Report a straggler, and return it."""
     rank = worker.rank or 0
-    d.note(
-        event_file.Straggler,
-        worker=str(worker.id),
-        host=worker.id.host,
-        slot=worker.id.slot,
-        rank=rank,
-        factor=round(factor, 3),
-        ticks=ticks,
-    )
+    d.note(event_file.Straggler, **fields_of(worker.id), rank=rank, factor=round(factor, 3), ticks=ticks)
     return Straggler(worker.id, rank, d.now, factor)
 
 
 def _note_end(d: Draft, straggler: Straggler, reason: str) -> None:
-    host, slot = straggler.worker.slot_id
-    seconds = round(d.now - straggler.since, 3)
-    d.note(
-        event_file.StragglerEnded,
-        worker=str(straggler.worker),
-        host=host,
-        slot=slot,
-        rank=straggler.rank,
-        seconds=seconds,
-        reason=reason,
-    )
+    who, seconds = fields_of(straggler.worker), round(d.now - straggler.since, 3)
+    d.note(event_file.StragglerEnded, **who, rank=straggler.rank, seconds=seconds, reason=reason)
 
 
 def _drain_one(d: Draft, stragglers: list[Straggler], members: list[Worker]) -> None:

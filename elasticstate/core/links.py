@@ -1,16 +1,11 @@
 """Cut links between hosts that the driver reaches: how they are found, and which part of the workers trains on.
 
-A world with a cut link stands still without an error: its next collective waits, or its groups are never complete. So
-when a member has not moved for a part of ``--heartbeat-timeout``, or a generation has failed and no death explains it,
-the agents of its hosts probe each other. A probe is a TCP connection to an agent's copy server, which the kernels of
-both hosts open: no slow, stopped or hung process is taken for a cut link. It is tried several times, because packets
-may be lost. One host of each pair probes the other. A link counts as cut when the other one has answered its own order,
-too: else that host may stand still as a whole, which is for ``--heartbeat-timeout`` to judge.
+The agents of hosts probe each other when a member has not moved for a part of ``--heartbeat-timeout``, or a generation
+has failed and no death explains it (docs/decisions/unreachable-hosts.md). A link counts as cut when the other host,
+which gave no answer, has answered its own order: else that host may stand still as a whole.
 
-If a link in the world is cut, the generation ends, and the next world has the largest part of the workers whose hosts
-can all reach each other and that has the job's state. The other hosts are *apart*. A link that is cut is probed until
-it answers. Then the workers behind it join like newcomers, but not before the end of their host's cooldown, which
-doubles for a link that is cut again and again.
+The next world has the largest part of the workers whose hosts can all reach each other and that has the job's state.
+The other hosts are *apart*: their workers join again like newcomers, but not before the end of their host's cooldown.
 """
 
 from __future__ import annotations
@@ -105,11 +100,9 @@ def _next_at(d: Draft) -> float:
 def _next_for_all_at(d: Draft) -> float:
     """Return the time of the next order for all links: it does not wait for the answers about links that are cut."""
     links = d.ledger.links
-    return (
-        _next_at(d)
-        if links.all_asked_at == links.asked_at
-        else links.all_asked_at + _ANSWER * d.policy.heartbeat_timeout_s
-    )
+    if links.all_asked_at == links.asked_at:
+        return _next_at(d)
+    return links.all_asked_at + _ANSWER * d.policy.heartbeat_timeout_s
 
 
 def _is_doubted(d: Draft) -> bool:

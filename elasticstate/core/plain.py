@@ -1,9 +1,7 @@
-"""Commands that do not use ``run``, called plain: the rules for their worlds.
+"""Commands that do not use ``run``, called plain: the rules for their worlds (docs/decisions/plain-scripts.md).
 
-All workers of a round start together, each with its place in a world (core/slots.py). If one fails, or if the hosts
-change, all of them are stopped, and the next round starts. The kind of a command is unknown until a worker uses ``run``
-(elastic) or joins the process group that its environment variables describe (plain). Until then a round has no
-generation, and the phase is Waiting.
+The kind of a command is unknown until a worker uses ``run`` (elastic) or joins the process group that its environment
+variables describe (plain). Until then a round has no generation, and the phase is Waiting.
 """
 
 from __future__ import annotations

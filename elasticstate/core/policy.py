@@ -36,7 +36,7 @@ class Policy:
     min_interrupt_distance_s: float
     preemption_cooldown_s: float
     health_check: str | None  # not None: a host is checked before workers start there
-    gate_timeout_s: float | None
+    collective_timeout_s: float | None  # the exit gate fails if others make no progress for so long
     reset_limit: int | None
     max_no_progress: int
     cooldown_range_s: tuple[float, float]

@@ -147,13 +147,9 @@ def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
         _release(d, phase, f"no answer from {names(silent)}")
         failed = d.ledger.holds_failed + 1
         d.update_ledger(holds_failed=failed)
-        d.note(
-            event_file.Warning, text=f"no answer to a hold within {d.policy.hold_timeout_s:g} s from {names(silent)}"
-        )
+        d.warn(f"no answer to a hold within {d.policy.hold_timeout_s:g} s from {names(silent)}")
         if failed == FAILED_HOLDS_IN_A_ROW:
-            d.note(
-                event_file.Warning, text=f"{failed} holds in a row failed. Call commit() equally often on all ranks."
-            )
+            d.warn(f"{failed} holds in a row failed. Call commit() equally often on all ranks.")
     else:
         d.reason = f"hold: waiting for the answer of {names(silent)}"
 
@@ -241,7 +237,7 @@ def become_running(
 
 def _gate_end(d: Draft, phase: Running, members: list[Worker]) -> float:
     """Return the time at which the exit gate times out: those outside have made no progress for so long."""
-    limit_s = d.policy.gate_timeout_s
+    limit_s = d.policy.collective_timeout_s
     if phase.gate_since is None or limit_s is None:
         return inf
     outside = [member for member in members if not member.in_gate]
@@ -251,7 +247,7 @@ def _gate_end(d: Draft, phase: Running, members: list[Worker]) -> float:
 def _fail_gate(d: Draft, phase: Running, members: list[Worker]) -> None:
     outside = names([member for member in members if not member.in_gate])
     waited_s = d.now - (d.now if phase.gate_since is None else phase.gate_since)
-    limit = f"--collective-timeout of {d.policy.gate_timeout_s:g} s"
+    limit = f"--collective-timeout of {d.policy.collective_timeout_s:g} s"
     reason = (
         f"{outside} did not enter the exit gate, where the others have waited for {waited_s:.0f} s, and made no "
         f"progress for {limit}. Work after the last tick may call state.progress()"

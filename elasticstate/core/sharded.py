@@ -1,15 +1,12 @@
 """Sharded jobs: the replication of shards, and the commit line, the newest commit of which all shards can be read.
 
-A commit holds the shards of one slot. The layout of a generation names the shard digest of each slot; slots with equal
-digests hold the same shards. A commit is reachable if, for each digest of its generation's layout, some host that the
-driver reaches has a copy: in a slot's own two buffers, or a kept copy. The newest reachable commit
-is the line, and each world of a sharded job starts from it.
+The layout of a generation names the shard digest of each slot; slots with equal digests hold the same shards. A commit
+is reachable if, for each digest, some host that the driver reaches has a copy: in a slot's own two buffers, or a kept
+copy. The newest reachable commit is the line, and each world of a sharded job starts from it.
 
-A layout counts when a member is behind the barrier of ``attach``, where all members have sealed ``(g, 0)``. Before
-that, at least one member may not have sealed it, so the line of the last world must stay. The barrier gives each member
-the digests of all, and each reports them before its next collective: so the report of one agent is enough, and others
-may die with theirs. In each later tick all members take part in a collective, so no member is more than one commit
-ahead, and its other buffer holds the commit before.
+A layout counts when a member is behind the barrier of ``attach``, where all members have sealed ``(g, 0)``: until then
+the line of the last world must stay. The barrier gives each member the digests of all, so the report of one agent is
+enough. In each later tick all members take part in a collective, so no member is more than one commit ahead.
 """
 
 from __future__ import annotations
@@ -256,18 +253,12 @@ def _ring(racks: Mapping[str, str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------- replication
-# Replication of a sharded job: each shard digest of a commit is kept on ``--replicas`` + 1 hosts.
-#
-# Agents keep the copies: a slot's own host copies its buffer, other hosts receive a copy. One commit is replicated at
-# a time. When all its copies are reported, agents forget the older ones, so the replication before stays whole
-# meanwhile. A lost host, or an agent that could not make a copy, ends a replication. The copies that exist stay,
-# because the next attempt may have the same commit. Before it begins, agents forget copies that are older than what
-# all have sealed.
+# Replication: each shard digest of a commit is kept on ``--replicas`` + 1 hosts (docs/decisions/replication.md).
 #
 # Workers may commit so often that the last reports of all slots have no commit in common, or that the agents find a
-# commit overwritten. Then the next attempt names a commit that is still to come: the agents wait for its seals, and
-# copy it at once, while the workers wait with the commit that would overwrite it (see replicas/pusher.py). It may never
-# come, because training pauses, so agents keep copies of the newest commit that all have sealed.
+# commit overwritten. Then the next attempt names a commit that is still to come, for whose seals the agents wait (see
+# replicas/pusher.py). It may never come, because training pauses, so agents keep copies of the newest commit that all
+# have sealed.
 
 
 _FIRST_PAUSE_S = 0.5  # before another attempt; it doubles

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from math import inf
 from zlib import crc32
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from elasticstate.core import accounting, event_file, links, types as t
 from elasticstate.core.commits import awaited
@@ -27,6 +27,7 @@ from elasticstate.core.state import (
     Together,
     Waiting,
     Worker,
+    fields_of,
 )
 from elasticstate.core.types import number_of, within_limits
 from elasticstate.core.worlds import assign, may_hold_more, whole_hosts
@@ -90,10 +91,8 @@ def start_preemption_cooldown(d: Draft, host: Host, reason: str) -> None:
     """Start the preemption cooldown of a host: discovery may still name the host until it is gone. Like any cooldown,
     it gives way if the job would be below min_np without the host. Each time it gives way later, because a new agent
     may receive the same preemption notice."""
-    until = max(host.cooldown_until, d.now + d.policy.preemption_cooldown_s)
-    gives_way_at = min(until, d.now + patience_s(host.notices + 1, d.time_to_give_up_s()))
-    d.put_host(host, notices=host.notices + 1, cooldown_until=until, cooldown_reason=reason, gives_way_at=gives_way_at)
-    d.note(event_file.HostCooldown, host=host.name, seconds=round(until - d.now, 3), reason=reason)
+    host = d.put_host(host, notices=host.notices + 1)
+    _leave_unused(d, host, d.policy.preemption_cooldown_s, host.notices, reason)
 
 
 def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
@@ -166,16 +165,16 @@ def replace_workers(d: Draft, workers: Sequence[Worker], reason: str) -> None:
 
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
     seconds = cooldown_s(host.name, host.cooldowns, *d.policy.cooldown_range_s)
+    host = d.put_host(host, cooldowns=host.cooldowns + 1)
+    reason += f" (cooldown {host.cooldowns} in a row)" if host.cooldowns > 1 else ""
+    _leave_unused(d, host, seconds, host.cooldowns, reason)
+
+
+def _leave_unused(d: Draft, host: Host, seconds: float, times: int, reason: str) -> None:
+    """Start a cooldown. ``times``: in a row; each time it gives way later."""
     until = max(host.cooldown_until, d.now + seconds)
-    count = host.cooldowns + 1
-    reason += f" (cooldown {count} in a row)" if count > 1 else ""
-    d.put_host(
-        host,
-        cooldowns=count,
-        cooldown_until=until,
-        cooldown_reason=reason,
-        gives_way_at=min(until, d.now + patience_s(count, d.time_to_give_up_s())),
-    )
+    gives_way_at = min(until, d.now + patience_s(times, d.time_to_give_up_s()))
+    d.put_host(host, cooldown_until=until, cooldown_reason=reason, gives_way_at=gives_way_at)
     d.note(event_file.HostCooldown, host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
@@ -356,29 +355,6 @@ def chosen(d: Draft, free: Sequence[t.SlotId], are_more_expected: bool) -> list[
     return [free[place] for place in places]
 
 
-def places(d: Draft, workers: Iterable[t.WorkerId]) -> list[tuple[t.Placement, t.PlainPlace]]:
-    """Return the places of ``workers``, which are in the order of their hosts."""
-    placements = assign([(worker, NEWCOMER) for worker in workers])
-    return [
-        (
-            p,
-            t.PlainPlace(
-                generation=d.generation + 1,
-                rank=p.rank,
-                size=len(placements),
-                local_rank=p.local_place,
-                local_size=p.local_size,
-                group_rank=p.cross_rank,
-                group_size=p.cross_size,
-                restarts=d.ledger.restarts,
-                max_restarts=d.policy.reset_limit,
-                store_host=placements[0].worker.host,
-            ),
-        )
-        for p in placements
-    ]
-
-
 def publish(d: Draft) -> None:
     """Enter Together: the present round is a world. A failure, a change of the members or their end ends this phase."""
     present = d.ledger.round
@@ -387,10 +363,10 @@ def publish(d: Draft) -> None:
     accounting.next_generation(d)
     members = present.members
     d.world = t.World(d.generation + 1, members, len(members), 0, (), "", fresh=True, is_plain=True)
-    for member in present.members:
+    generation = d.world.generation
+    for member in members:
         worker = d.workers.get(member.worker)
         if worker is not None:
-            generation = d.world.generation
             d.put(
                 worker,
                 joined=generation,
@@ -407,7 +383,7 @@ def publish(d: Draft) -> None:
         event_file.WorldFormed,
         size=d.world.size,
         hosts=d.world.members[0].cross_size,
-        joined=[str(member.worker) for member in present.members],
+        joined=[str(member.worker) for member in members],
         left=left,
         root=0,
         synced=0,
@@ -778,10 +754,18 @@ def _start_round(d: Draft, plan: _Plan) -> None:
     slot_ids = chosen(d, free, plan.expects_more(free)) if enough else []
     if not slot_ids:
         return
-    members = places(d, [_next_worker(d, slot_id) for slot_id in slot_ids])
-    for placement, place in members:
-        _start_worker(d, placement.worker.slot_id, place)
-    d.update_ledger(round=Round(tuple(placement for placement, _ in members), d.now), enough_since=inf)
+    members = assign([(_next_worker(d, slot_id), NEWCOMER) for slot_id in slot_ids])
+    for member in members:
+        place = t.PlainPlace(
+            **asdict(member),
+            generation=d.generation + 1,
+            size=len(members),
+            restarts=d.ledger.restarts,
+            max_restarts=d.policy.reset_limit,
+            store_host=members[0].worker.host,
+        )
+        _start_worker(d, member.worker.slot_id, place)
+    d.update_ledger(round=Round(members, d.now), enough_since=inf)
     if d.ledger.kind == "plain":
         publish(d)
 
@@ -808,4 +792,4 @@ def _start_worker(d: Draft, slot_id: t.SlotId, place: t.PlainPlace | None = None
     d.add(worker)
     d.put_slot(slot_id, incarnation=worker.id.incarnation, worker=worker.id)
     d.effects.append(t.StartWorker(worker.id, place=place))
-    d.note(event_file.WorkerStarted, worker=str(worker.id), host=slot_id.host, slot=slot_id.slot)
+    d.note(event_file.WorkerStarted, **fields_of(worker.id))

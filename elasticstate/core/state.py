@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elasticstate.core.event_file import CommonFields, Waiting as WaitingNote, Warning, name_of
+from elasticstate.core.event_file import CommonFields, Waiting as WaitingNote, Warning, WorkerFields, name_of
 from elasticstate.core.figures import Losses, Origin, TimeAccount
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.policy import Policy
@@ -591,6 +591,11 @@ class Draft:
 
 
 NEW_SLOT = Slot()
+
+
+def fields_of(worker: WorkerId) -> WorkerFields:
+    """Return the fields that name a worker in an event."""
+    return {"worker": str(worker), "host": worker.host, "slot": worker.slot}
 
 
 def living_members(m: Draft | Membership) -> list[Worker]:

@@ -55,10 +55,9 @@ from elasticstate.core.types import Effect, Event, Shards
 from elasticstate.core.waiting import forming, forming_deadlines, waiting, waiting_deadlines
 
 # ---------------------------------------------------------------------------------------------------------------- rules
-# The decisions: one rule per phase (the form of etcd's raft), in the modules of the phases.
-#
-# A rule compares the draft and the time with its conditions, makes the first transition that applies, and writes the
-# reason to ``d.reason``. Beside each rule, a function yields the deadlines of its phase. A rule and its deadlines use
+# The decisions: one rule per phase (the form of etcd's raft), in the modules of the phases. A rule
+# compares the draft and the time with its conditions, makes the first transition that applies, and writes the reason
+# to ``d.reason``. Beside each rule, a function yields the deadlines of its phase. A rule and its deadlines use
 # the same predicates, so TimePassed at a deadline changes the rule's result.
 
 

@@ -72,16 +72,11 @@ class Placement(Struct, frozen=True, array_like=True, gc=False):
         return self.local_place == 0
 
 
-class PlainPlace(Struct, frozen=True, array_like=True, gc=False):
+class PlainPlace(Placement, frozen=True, array_like=True, gc=False):
     """Position of a worker that does not use ``run``, for torchrun's environment variables. Valid until its end."""
 
     generation: int  # the number of this world
-    rank: int
     size: int
-    local_rank: int  # position among the workers of its host, without gaps
-    local_size: int
-    group_rank: int  # index of its host
-    group_size: int  # number of hosts
     restarts: int  # failed worlds before this one
     max_restarts: int | None  # None: no limit
     store_host: str  # the host whose agent provides the store

@@ -54,14 +54,8 @@ from elasticstate.core.types import listed, number_of
 from elasticstate.core.worlds import choose, durable_source, may_hold_more, postponed, staying
 
 # -------------------------------------------------------------------------------------------------------------- misfits
-# Misfits: new processes that cannot load the state of the job, because the training has changed its structure.
-#
-# A new process on a host of the world finds this out before its first READY, so nobody stops for it; its slot is
-# restarted with the usual backoff. On another host, it finds out in its first world. The others stop for it once:
-# afterwards, no worker is started in the slots of that host that have no member.
-#
-# The job ends with the reason if new processes are all that is left: if no member lives and no slot that holds the
-# newest commit can load it (an older commit would be a loss that nobody has asked for), or if too few members live.
+# Misfits: new processes that cannot load the state of the job, because the training has changed its structure
+# (docs/decisions/restore-and-sync.md). An older commit, which may fit, would be a loss that nobody has asked for.
 
 
 _ERROR = "StateMisfitError"  # in the traceback of such a worker: see errors.py

@@ -65,8 +65,7 @@ def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> t.Placement
 # -------------------------------------------------------------------------------------------------------------- keepers
 # Keepers: with --one-copy-per-host, the root and one member of each host keep commits; the others are followers.
 #
-# A follower restores the commit of its host's keeper. It never counts as a holder of the job's state, because it has
-# no buffers that outlive a failure. See docs/decisions/one-copy-per-host.md.
+# See docs/decisions/one-copy-per-host.md.
 
 
 def choose_keepers(

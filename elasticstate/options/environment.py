@@ -50,14 +50,14 @@ def plain_variables(
     """
     address, _, port = place.store.rpartition(":")
     variables = {
-        "LOCAL_RANK": place.local_rank,
+        "LOCAL_RANK": place.local_place,
         "RANK": place.rank,
-        "GROUP_RANK": place.group_rank,
+        "GROUP_RANK": place.cross_rank,
         "ROLE_RANK": place.rank,
         "ROLE_NAME": "default",
         "LOCAL_WORLD_SIZE": place.local_size,
         "WORLD_SIZE": place.size,
-        "GROUP_WORLD_SIZE": place.group_size,
+        "GROUP_WORLD_SIZE": place.cross_size,
         "ROLE_WORLD_SIZE": place.size,
         "MASTER_ADDR": address,
         "MASTER_PORT": port,

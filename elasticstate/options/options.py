@@ -494,11 +494,6 @@ class Options:
         return min(HOLD_TIMEOUT_S, self.drain_timeout_s)
 
     @property
-    def gate_timeout_s(self) -> float:
-        """Seconds without progress of others in which the exit gate fails: they hang as in a collective."""
-        return self.collective_timeout_s
-
-    @property
     def preemption_cooldown_s(self) -> float:
         """Seconds before a preempted host is used again: discovery may name it until it is gone."""
         return self.cooldown_range_s[1]

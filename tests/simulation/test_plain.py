@@ -119,9 +119,9 @@ class PlainJob:
         assert places[0].store_host == started[0].worker.host
         for host in {effect.worker.host for effect in started}:
             here = [p for e, p in zip(started, places, strict=True) if e.worker.host == host]
-            assert [p.local_rank for p in here] == list(range(here[0].local_size)), "LOCAL_RANK has no gaps"
-            assert len({p.group_rank for p in here}) == 1
-        assert {p.group_rank for p in places} == set(range(places[0].group_size))
+            assert [p.local_place for p in here] == list(range(here[0].local_size)), "LOCAL_RANK has no gaps"
+            assert len({p.cross_rank for p in here}) == 1
+        assert {p.cross_rank for p in places} == set(range(places[0].cross_size))
         assert places[0].restarts >= self.restarts
         self.restarts = places[0].restarts
         reached["world"] += 1

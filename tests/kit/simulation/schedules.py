@@ -58,7 +58,7 @@ def random_policy(rng: random.Random) -> Policy:
         min_interrupt_distance_s=rng.choice((0.0, 2.0)),
         preemption_window_s=rng.choice((0.0, 1.0)),
         preemption_cooldown_s=rng.choice((1.0, 8.0)),
-        gate_timeout_s=rng.choice((None, 3.0)),
+        collective_timeout_s=rng.choice((None, 3.0)),
         reset_limit=rng.choice((None, None, 3)),
         max_no_progress=rng.randint(2, 4),
         cooldown_range_s=(2.0, rng.choice((2.0, 16.0))),

@@ -102,7 +102,7 @@ class Bounds:
             "cooldown_range_s": (3.0, 3.0),
             "waiting_notice_s": inf,
             "no_tick_notice_s": inf,
-            "gate_timeout_s": None,
+            "collective_timeout_s": None,
             "max_no_progress": _MANY,
             **dict(self.policy),
         }

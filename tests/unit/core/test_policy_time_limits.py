@@ -65,7 +65,7 @@ CASES = [
     Case("drain_timeout_s", RUNNING + "2.0 draining a:2#1", is_a(t.StopWorker)),
     Case("hold_timeout_s", RUNNING + "2.0 draining a:2#1", is_a(t.Release)),
     Case("stop_timeout_s", RUNNING + "2.0 stop SIGTERM", kills("a:0#1")),
-    Case("gate_timeout_s", RUNNING + "2.0 gate a:0#1 in=1", fails_the_generation),
+    Case("collective_timeout_s", RUNNING + "2.0 gate a:0#1 in=1", fails_the_generation),
     Case("join_window_s", "0.0 hosts a:3\n0.1 agent-joined a\n1.0 ready a:0#1\n2.0 ready a:1#1", is_a(t.World)),
     Case(
         "join_window_s",

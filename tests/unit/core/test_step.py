@@ -96,7 +96,7 @@ def test_the_job_ends_when_a_worker_that_left_earlier_has_exited_too_or_after_th
 
 
 def test_the_gate_time_out_ends_the_generation() -> None:
-    _, effects = drive(RUNNING + "2.0 gate a:0#1 in=1\n5.0 time", gate_timeout_s=3.0)
+    _, effects = drive(RUNNING + "2.0 gate a:0#1 in=1\n5.0 time", collective_timeout_s=3.0)
     end = only(effects, t.End)
     assert isinstance(end, t.End)
     assert end.cause == (
@@ -108,7 +108,7 @@ def test_the_gate_time_out_ends_the_generation() -> None:
 
 def test_the_gate_time_out_counts_from_the_last_progress_of_those_outside() -> None:
     ticks = "".join(f"\n{at} heartbeat a:1#1 in=1 ticks={at} place=train still=0" for at in range(3, 10))
-    m, effects = drive(RUNNING + "2.0 gate a:0#1 in=1" + ticks, gate_timeout_s=3.0)
+    m, effects = drive(RUNNING + "2.0 gate a:0#1 in=1" + ticks, collective_timeout_s=3.0)
     assert effects == []
     beat = "heartbeat a:1#1 in=1 ticks=9 place=train"
     m, effects = drive(f"10.0 {beat} still=0\n12.0 {beat} still=2", m)
@@ -120,7 +120,7 @@ def test_the_gate_time_out_counts_from_the_last_progress_of_those_outside() -> N
 
 def test_the_exits_behind_the_gate_are_awaited_without_a_limit_and_reported_once() -> None:
     gate = RUNNING + "2.0 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1\n2.5 exit a:1#1 code=0"
-    m, effects = drive(gate + "\n31.9 time", gate_timeout_s=3.0)
+    m, effects = drive(gate + "\n31.9 time", collective_timeout_s=3.0)
     assert effects == []
     m, effects = drive("32.0 time", m)
     (note,) = effects

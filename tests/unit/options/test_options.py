@@ -277,9 +277,9 @@ def test_the_command_is_needed() -> None:
 @pytest.mark.parametrize(
     ("given", "follows"),
     [
-        ({}, {"gate_timeout_s": 1800, "connect_timeout_s": 10, "failure_grace_s": 2, "hold_timeout_s": 2}),
+        ({}, {"collective_timeout_s": 1800, "connect_timeout_s": 10, "failure_grace_s": 2, "hold_timeout_s": 2}),
         ({}, {"discovery_timeout_s": 10, "preemption_cooldown_s": 600, "max_no_progress": 3}),
-        ({"collective_timeout_s": "60"}, {"gate_timeout_s": 60}),
+        ({"collective_timeout_s": "60"}, {"collective_timeout_s": 60}),
         ({"heartbeat_timeout_s": "2"}, {"connect_timeout_s": 2, "failure_grace_s": 0.4}),
         ({"heartbeat_timeout_s": "60"}, {"connect_timeout_s": 60, "failure_grace_s": 2}),
         ({"drain_timeout_s": "1"}, {"hold_timeout_s": 1}),
