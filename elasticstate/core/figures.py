@@ -327,22 +327,6 @@ def losses_text(fields: LossFields) -> str:
     return ", ".join(parts)
 
 
-class PastFigures(Struct, frozen=True):
-    """Figures of a job's drivers up to one time, for the next driver."""
-
-    account: TimeAccount = TimeAccount()
-    failures: int = 0
-    failed: int = 0  # the newest generation that they count
-    losses: Losses = Losses()
-
-    def shifted(self, seconds: float) -> PastFigures:
-        """Return the figures with the times of another clock, which is ahead by ``seconds``."""
-        return replace(self, account=self.account.shifted(seconds))
-
-
-NO_PAST = PastFigures()
-
-
 @dataclass(frozen=True, slots=True)
 class JobFigures:
     """Figures of a job since its start, over all its drivers."""

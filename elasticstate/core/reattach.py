@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import activity_of, follow
-from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
+from elasticstate.core.figures import Losses, Origin, TimeAccount
 from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
 from elasticstate.core.running import end_now
 from elasticstate.core.slots import record_incarnation
-from elasticstate.core.state import Draft, Failure, Finishing, Host, Running, Ticking, Worker
+from elasticstate.core.state import Draft, Failure, Finishing, Host, Ledger, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership
 from elasticstate.core.types import ShardLayout, listed
 
@@ -26,26 +26,33 @@ _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driv
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
-    """State of a job, as its record has it for the next driver."""
+    """State of a job, as its record has it for the next driver. Times are those of the core's clock."""
 
     epoch: int  # counts the drivers of the job, from 1; in ``Remains``, of the new driver; 0: not elected yet
     hosts: tuple[t.HostSlots, ...] = ()  # discovery's last answer
     world: t.World | None = None  # the newest world that was published or about to be published
     ages: tuple[int, ...] = ()  # of its members, by rank
-    next_age: int = 0
-    highest: t.CommitId | None = None  # newest commit with tick >= 1 that was reported
-    durable: t.CommitId | None = None  # in the newest durable copy
-    origins: tuple[Origin, ...] = ()  # of the last generations: what a loss of commits is counted from
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
-    restarts: int = 0  # failed worlds of plain workers
-    resets: int = 0  # these four: see Ledger
+    layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
+    replicated: t.CommitId | None = None  # the newest commit whose replication is complete
+    # The rest is a part of the ledger:
+    next_age: int = 0
+    highest: t.CommitId | None = None
+    durable: t.CommitId | None = None
+    origins: tuple[Origin, ...] = ()
+    restarts: int = 0
+    resets: int = 0
     settled: int = 0
     no_progress: int = 0
     no_progress_cause: t.RootCause | None = None
-    layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
-    replicated: t.CommitId | None = None  # the newest commit whose replication is complete
-    rejected: tuple[t.CommitId, ...] = ()  # see Ledger
-    past: PastFigures = NO_PAST  # of the job so far, by the core's clock
+    rejected: tuple[t.CommitId, ...] = ()
+    account: TimeAccount = TimeAccount()
+    failures: int = 0
+    failed: int = 0
+    total: Losses = Losses()
+
+
+FROM_LEDGER = tuple(name for name in Recorded.__struct_fields__ if name in Ledger.__struct_fields__)
 
 
 class Remains(Recorded, frozen=True, kw_only=True):
@@ -71,19 +78,11 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     d = Draft(new_membership(policy), now)
     world = remains.world
     kind = "" if world is None else "plain" if world.is_plain else "elastic"
-    started = kind == "elastic"
-    d.update_ledger(kind=kind, started_at=now, ever_ready=started, next_age=remains.next_age)
-    d.update_ledger(highest=remains.highest, durable=remains.durable, rejected=remains.rejected)
-    d.update_ledger(resets=remains.resets, settled=remains.settled)
-    d.update_ledger(no_progress=remains.no_progress, no_progress_cause=remains.no_progress_cause)
-    d.update_ledger(holds=remains.epoch << _HOLDS_BITS, restarts=remains.restarts, store_joined=kind == "plain")
-    past = remains.past
-    d.update_ledger(
-        account=past.account if past.account.since is not None else past.account.until(now),
-        failures=past.failures,
-        failed=past.failed,
-        total=past.losses,
-    )
+    d.update_ledger(**{name: getattr(remains, name) for name in FROM_LEDGER})
+    d.update_ledger(kind=kind, started_at=now, ever_ready=kind == "elastic", store_joined=kind == "plain")
+    d.update_ledger(holds=remains.epoch << _HOLDS_BITS)
+    if remains.account.since is None:
+        d.update_ledger(account=remains.account.until(now))
     line = world.line if world is not None else None
     d.update_shards(layouts=remains.layouts, replicated=remains.replicated, replicated_at=now, line=line, line_at=now)
     d.update_shards(forgotten=remains.replicated)
@@ -219,7 +218,7 @@ def _account(d: Draft, remains: Remains, goes_on: bool) -> None:
 def _losses(d: Draft, remains: Remains, world: t.World, is_complete: bool) -> None:
     """Mark the downtime as a lower bound if training stands still, or will after the agents' reports: the time of the
     stop is not known."""
-    d.update_ledger(origins=remains.origins, has_ticked=remains.has_ticked or bool(remains.highest))
+    d.update_ledger(has_ticked=remains.has_ticked or bool(remains.highest))
     trains = remains.has_ticked or world.generation == 1
     if not (trains and is_complete) or remains.has_ended or remains.exited or remains.lost:
         d.update_ledger(losses=Losses(lower_bounds=frozenset({"downtime_s"})))

@@ -160,7 +160,7 @@ class Proposer:
         if not is_refused and all(_has_majority(quorum, self._promised) for quorum in self.learned.quorums):
             self._leads, self._base = True, self.learned.quorums
 
-    def refused(self, acceptor: str, by: Ballot) -> None:
+    def refused(self, by: Ballot) -> None:
         """Note that an acceptor has refused a ballot or an entry, because it has promised another ballot."""
         if self.highest_refusal is None or by > self.highest_refusal:
             self.highest_refusal = by

@@ -24,7 +24,7 @@ from elasticstate.driver.votes import Votes
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
 from elasticstate.net import messages
-from elasticstate.net.control import VERSION, AgentStream, ControlServer
+from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.messages import Launch
 from elasticstate.net.names import (
     LOCALHOST,
@@ -105,7 +105,7 @@ class Agents:
         votes.send = self._ask_for_vote
         self._own_hosts: dict[str, bool] = {}  # True: names of this machine
         self.refused = CountedLines(warn).refused
-        self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, VERSION, strangers)
+        self._server = ControlServer(Trust(token), spec.options.connect_timeout_s, self, strangers)
         self.is_open = False  # for other hosts
         self.ports: tuple[int, ...] = ()  # where agents connect: of the loopback interface, then of all interfaces
         self._addresses: tuple[str, ...] = ()

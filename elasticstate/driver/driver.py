@@ -50,9 +50,8 @@ from elasticstate.driver.report import (
     function_to_call,
 )
 from elasticstate.driver.screen import Screen
-from elasticstate.driver.standbys import Standbys
 from elasticstate.driver.status import overview_of, status_text
-from elasticstate.driver.votes import RecordOverview, ReplacedError, Votes
+from elasticstate.driver.votes import RecordOverview, ReplacedError, Standbys, Votes
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.machine import host_name
 from elasticstate.net import messages
@@ -96,7 +95,8 @@ class Driver:
             raise OptionError(
                 f"--commit-dir: {options.commit_dir!r}: cannot hold commits: {reason}. Choose another directory."
             )
-        if options.standbys is not None and (name := next(filter(is_of_each_machine, _names(options)), "")):
+        names = (parse_host(text, 1).name for text in options.hosts)
+        if options.standbys is not None and (name := next(filter(is_of_each_machine, names), "")):
             raise OptionError(
                 f"--standbys: host {name!r} is another machine on each host, and a new driver on another machine must "
                 "find all hosts. Name this machine as the others know it."
@@ -740,10 +740,6 @@ class Driver:
         )
         for host, part in parts_of(world, options, self._state.copy_servers):
             self._agents.send(host, part)
-
-
-def _names(options: Options) -> Iterator[str]:
-    return (parse_host(text, 1).name for text in options.hosts)
 
 
 def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:

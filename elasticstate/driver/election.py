@@ -25,9 +25,9 @@ from elasticstate.driver.votes import ReplacedError
 from elasticstate.errors import OptionError
 from elasticstate.machine import boot_id, host_name
 from elasticstate.net import messages
-from elasticstate.net.control import VERSION, AgentStream, ControlServer, tell_replaced
+from elasticstate.net.control import AgentStream, ControlServer, tell_replaced
 from elasticstate.net.names import LOCALHOST, any_address, host_port
-from elasticstate.net.trust import Strangers, Trust, token_of_job
+from elasticstate.net.trust import Trust, token_of_job
 from elasticstate.options import Options
 from elasticstate.options.kinds import split_address
 from elasticstate.processes import reading
@@ -80,16 +80,14 @@ class Election:
         identity: str,
         connect_timeout_s: float,
         log: Callable[[str], None],
-        strangers: Strangers | None = None,
     ) -> None:
         self._job, self._token, self._log = job, token, log
-        self._server = ControlServer(Trust(token), connect_timeout_s, self, VERSION, strangers)
+        self._server = ControlServer(Trust(token), connect_timeout_s, self)
         self._streams: dict[str, AgentStream] = {}  # by the identity of the agent
         self._voters: dict[str, tuple[messages.Voter, float]] = {}  # what they have said, and when
         self._proposer = Proposer(identity)
         self._is_preparing = False
         self._silent_s = 0.0  # a majority must have heard nothing for so long
-        self._above = 0  # number of a rival's ballot that was promised votes
         self._again_at = -inf  # after a refusal, the time of the next attempt
         self._replaced = ""
         self._file: tuple[str, Entry] | None = None
@@ -149,7 +147,7 @@ class Election:
 
     def _elected(self) -> Elected:
         assert self._proposer.learned is not None
-        record = self._record_of(self._proposer.learned.value)
+        record = msgspec.msgpack.decode(self._proposer.learned.value, type=Record)
         now, voters = self._loop.time(), self._voters.values()
         silent_s = min((voter.silent_s + now - at for voter, at in voters), default=0.0)
         newest = self._proposer.learned.version
@@ -159,9 +157,6 @@ class Election:
         hosts = frozenset(stream.hello.host for stream in self._streams.values())
         return Elected(self._proposer, known, silent_s, hosts, record.places)
 
-    def _record_of(self, value: bytes) -> Record:
-        return msgspec.msgpack.decode(value, type=Record)
-
     def _may_begin(self) -> bool:
         """Return True if the agents here are enough, as far as they know, and have missed a driver for long enough."""
         now = self._loop.time()
@@ -169,7 +164,7 @@ class Election:
         if not entries or self._is_preparing or now < self._again_at:
             return False
         newest = max(entries, key=lambda entry: entry.version)
-        record = self._record_of(newest.value)
+        record = msgspec.msgpack.decode(newest.value, type=Record)
         if record.job != self._job:
             self._say(f"the agents here belong to another job, {record.job}")
             return False
@@ -202,8 +197,7 @@ class Election:
         self._is_preparing = True
         numbers = [entry.version.ballot.number for entry in self._entries()]
         epochs = [stream.hello.epoch for stream in self._streams.values()]
-        last = self._proposer.ballot.number if self._proposer.ballot is not None else 0
-        ballot = self._proposer.begin(max([self._above, last, *numbers, *epochs]) + 1)
+        ballot = self._proposer.begin(max(self._proposer.next_number, 1 + max([*numbers, *epochs])))
         if self._file is not None:
             self._proposer.promised(self._file[0], ballot, self._file[1])
         for stream in self._streams.values():
@@ -228,17 +222,16 @@ class Election:
             case messages.Promised(promised, entry):
                 self._proposer.promised(acceptor, promised, entry)
             case messages.VoteRefused(by):
-                self._proposer.refused(acceptor, by)
+                self._proposer.refused(by)
                 if self._proposer.ballot is not None and by.number >= self._proposer.ballot.number:
-                    self._give_up(by.number, random.uniform(0.0, self._silent_s))
+                    self._give_up(random.uniform(0.0, self._silent_s))
         learned, ballot = self._proposer.learned, self._proposer.ballot
         if learned is not None and ballot is not None and learned.version.ballot.number >= ballot.number:
-            self._give_up(learned.version.ballot.number)
+            self._give_up()
         self._changed.set()
 
-    def _give_up(self, number: int, pause_s: float = 0.0) -> None:
+    def _give_up(self, pause_s: float = 0.0) -> None:
         """Leave this attempt for another one with a higher number, after a random pause if a rival is under way."""
-        self._above = max(self._above, number)
         if self._is_preparing:
             self._is_preparing, self._again_at = False, self._loop.time() + pause_s
 

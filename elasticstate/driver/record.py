@@ -1,11 +1,8 @@
 """The record of a job, from which a new driver continues it, and the directory of the record.
 
 The record has the hosts to wait for, and the newest world. All else comes from the agents' host reports. The directory
-is locked by the job's driver, read by ``elasticrun status`` and the next driver, and removed at the end.
-
-It holds the driver's record, the job's id, and the sockets of the agents of this machine. Only this user may access it.
-Driver and agents hold a shared lock on it while they live: a directory without a lock is stale. The driver alone holds
-a second lock.
+also has the job's id and the sockets of the agents of this machine. Only this user may access it. Driver and agents
+hold a shared lock on it while they live: a directory without a lock is stale. The driver alone holds a second lock.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from msgspec.structs import replace
 
 from elasticstate.commits import ID_FILE
 from elasticstate.core import types as t
-from elasticstate.core.figures import PastFigures
-from elasticstate.core.reattach import Recorded, Remains
+from elasticstate.core.reattach import FROM_LEDGER, Recorded, Remains
 from elasticstate.core.register import FILE, Candidate, Entry, Quorum, Version
 from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import listed
@@ -296,6 +292,8 @@ def newer(
     ``clocks``: the core's clock, and Unix time. The next driver must know them, because it may have another clock.
     """
     members = [placement.worker for placement in m.world.members] if m.world is not None else []
+    ledger = {name: getattr(m.ledger, name) for name in FROM_LEDGER}
+    ledger |= {"account": m.ledger.account.until(clocks[0]), "total": m.ledger.total + m.ledger.losses}
     new = replace(
         old,
         ports=ports,
@@ -305,32 +303,20 @@ def newer(
         world=m.world,
         # 0 for a member that has ended already (of a plain world, where ages have no meaning)
         ages=old.ages if m.world is old.world else tuple(m.workers[w].age if w in m.workers else 0 for w in members),
-        next_age=m.ledger.next_age,
-        highest=m.ledger.highest,
-        durable=m.ledger.durable,
-        origins=m.ledger.origins,
         first_round=_first_round(m),
-        restarts=m.ledger.restarts,
-        resets=m.ledger.resets,
-        settled=m.ledger.settled,
-        no_progress=m.ledger.no_progress,
-        no_progress_cause=m.ledger.no_progress_cause,
         layouts=m.shards.layouts,
         replicated=m.shards.replicated,
-        rejected=m.ledger.rejected,
-        past=PastFigures(
-            m.ledger.account.until(clocks[0]), m.ledger.failures, m.ledger.failed, m.ledger.total + m.ledger.losses
-        ),
         clocks=clocks,
+        **ledger,
     )
-    figures, old_figures = ((p.account.activity, p.failures, p.losses) for p in (new.past, old.past))
+    figures, old_figures = ((each.account.activity, each.failures, each.total) for each in (new, old))
     return None if figures == old_figures and _has_only_new_figures(old, new) else new
 
 
 def _has_only_new_figures(old: Record, new: Record) -> bool:
     """Return True if an old record serves as well: with older figures, and an older commit than the newest."""
-    highest = old.highest or new.highest
-    return replace(new, past=old.past, clocks=old.clocks, highest=highest, durable=old.durable) == old
+    figures = {name: getattr(old, name) for name in ("account", "failures", "failed", "total", "clocks", "durable")}
+    return replace(new, highest=old.highest or new.highest, **figures) == old
 
 
 def _first_round(m: Membership) -> tuple[t.Placement, ...]:
@@ -419,7 +405,7 @@ class Keeper:
             wanted = self._votes.wanted(self._candidates)
             if record is not None or wanted is not None or not (self._is_written and self._votes.has(self._entry)):
                 await self._put(wanted, may_stay)
-                while self._votes.is_changing:
+                while self._votes.proposer.is_changing:
                     await self._put(None)
 
     @property
@@ -446,7 +432,7 @@ class Keeper:
 
     def _complain(self) -> None:
         waits = f"after {BLOCKED_S:g} s; decisions of the driver wait for the record"
-        agents = [acceptor for acceptor in self._votes.missing() if acceptor != self._votes.file]
+        agents = [acceptor for acceptor in self._votes.proposer.missing() if acceptor != self._votes.file]
         if agents:
             self._warn(f"the agents of {self._missing(agents)} have not kept the record {waits}")
         else:
@@ -534,7 +520,7 @@ class Reattachment:
         exited = {exited.worker for host_report in self._reports.values() for exited in host_report.exits}
         named = {host.name for host in record.hosts}
         recorded = {name: getattr(record, name) for name in Recorded.__struct_fields__}
-        recorded["past"] = record.past.shifted(now - max(0.0, unix - record.clocks[1]) - record.clocks[0])
+        recorded["account"] = record.account.shifted(now - max(0.0, unix - record.clocks[1]) - record.clocks[0])
         recorded["hosts"] = (*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named))
         return Remains(
             **recorded,

@@ -26,10 +26,7 @@ from elasticstate.net.trust import BACKLOG, NAME, LocalPeers, Strangers, Trust
 
 # --------------------------------------------------------------------------------------------------------------- stream
 # Connection between the driver and an agent, or a client that asks for the status: TLS, length-prefixed messages.
-#
-# No library is used for this. The existing ones (gRPC's core) accept any number of unauthenticated connections, and
-# do not report a refused client with the reason. asyncio and ssl leave both to us, and lack only a length before each
-# message.
+# docs/decisions/control-plane.md says why no library does this.
 
 
 # With asyncio's default of 256 KiB, the driver of a thousand hosts would waste a quarter of a gigabyte.
@@ -214,11 +211,9 @@ class AgentStream(Stream):
 
     hello: messages.AgentHello
 
-    def __init__(self, owner: Owner, peer: str, version: str) -> None:
-        """``version``: of elasticstate here, for the refusal of an agent of another version."""
+    def __init__(self, owner: Owner, peer: str) -> None:
         super().__init__()
         self.peer = peer
-        self._version = version
         self.has_sent = False
         self._owner = owner
         self._is_agent = False
@@ -248,7 +243,7 @@ class AgentStream(Stream):
         elif first.protocol != messages.PROTOCOL_VERSION:
             reason = (
                 f"the agent has elasticstate {first.version} (protocol {first.protocol}), the driver has elasticstate "
-                f"{self._version} (protocol {messages.PROTOCOL_VERSION}). Install the same version on all hosts"
+                f"{VERSION} (protocol {messages.PROTOCOL_VERSION}). Install the same version on all hosts"
             )
             self._owner.refused(self.peer, reason)
             self.refuse(reason)
@@ -281,18 +276,9 @@ class ControlServer:
     """The driver's server."""
 
     def __init__(
-        self,
-        trust: Trust,
-        authentication_timeout_s: float,
-        owner: Owner,
-        version: str,
-        strangers: Strangers | None = None,
+        self, trust: Trust, authentication_timeout_s: float, owner: Owner, strangers: Strangers | None = None
     ) -> None:
-        """``version``: of elasticstate here, for the refusal of an agent of another version.
-
-        ``strangers``: the unauthenticated connections of all ports of this process.
-        """
-        self._version = version
+        """``strangers``: the unauthenticated connections of all ports of this process."""
         self._trust = trust
         self._owner = owner
         self._strangers = Strangers(authentication_timeout_s, owner.refused) if strangers is None else strangers
@@ -343,7 +329,7 @@ class ControlServer:
 
     async def _authenticate(self, connection: socket.socket, peer: str, authentication: _Authentication) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
-        stream = AgentStream(self._owner, peer, self._version)
+        stream = AgentStream(self._owner, peer)
         loop = asyncio.get_running_loop()
         self._streams.add(stream)
         stream.ended.add_done_callback(lambda _: self._streams.discard(stream))

@@ -99,7 +99,7 @@ class Scene:
         self.agents: list[asyncio.subprocess.Process] = []
         self._agents = 0
         self._streams: list[AgentStream] = []
-        self.server = ControlServer(Trust(TOKEN), 5.0, self, "1")
+        self.server = ControlServer(Trust(TOKEN), 5.0, self)
 
     def agent_joined(self, stream: AgentStream) -> None:
         self._streams.append(stream)

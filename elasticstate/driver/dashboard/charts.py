@@ -6,7 +6,6 @@ shows the whole job.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,8 +13,7 @@ import msgspec
 from elasticstate.core import links
 from elasticstate.core.accounting import ticks_of
 from elasticstate.core.types import listed
-from elasticstate.driver.job import JobState
-from elasticstate.driver.readings import shown
+from elasticstate.driver.job import JobState, shown
 from elasticstate.net.messages import HostUse
 
 MOST_POINTS = 240
@@ -66,10 +64,7 @@ class Charts(msgspec.Struct):
     has_world: bool = False
 
     def add(self, key: str, at: float, value: float) -> None:
-        curve = self.curves.get(key)
-        if curve is None:
-            curve = self.curves[key] = Curve()
-        curve.add(at, value)
+        self.curves.setdefault(key, Curve()).add(at, value)
 
     def mark(self, kind: str, at: float, text: str) -> None:
         """Add a mark, or add to the last one of its kind if it has just been made."""
@@ -105,15 +100,9 @@ class Charts(msgspec.Struct):
 
     def view(self) -> dict[str, Any]:
         """Return the charts for the page. Nothing in it changes later."""
-        return {"curves": dict(self._curves()), "marks": dict(self._marks())}
-
-    def _curves(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for key, curve in self.curves.items():
-            yield key, {"interval_s": curve.interval_s, "points": dict(curve.points)}
-
-    def _marks(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, mark in self.marks.items():
-            yield number, {"kind": mark.kind, "at": mark.at, "text": "; ".join(mark.texts)}
+        curves = {key: {"interval_s": c.interval_s, "points": dict(c.points)} for key, c in self.curves.items()}
+        marks = {n: {"kind": m.kind, "at": m.at, "text": "; ".join(m.texts)} for n, m in self.marks.items()}
+        return {"curves": curves, "marks": marks}
 
 
 class Sampler:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
 import logging
 import secrets
 import time
@@ -33,7 +32,7 @@ from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Fields, Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
-from elasticstate.net.names import host_port, is_own_host, listening_socket, port_of
+from elasticstate.net.names import host_port, is_loopback, is_own_host, listening_socket, port_of, without_carrier
 from elasticstate.net.trust import Crowd, Strangers
 from elasticstate.net.web import Visitor, WebPort
 from elasticstate.options.kinds import split_address
@@ -94,7 +93,7 @@ class Guard:
         return hmac.compare_digest(visit.authorization.encode(errors="replace"), self._expected)
 
     def may_see(self, visit: Visit) -> bool:
-        is_near = is_loopback_address(visit.peer) and not visit.is_forwarded
+        is_near = is_loopback(without_carrier(visit.peer)) and not visit.is_forwarded
         return self.has_token(visit) or (is_near and not self._requires_token)
 
 
@@ -105,16 +104,6 @@ def is_from_proxy(headers: Iterable[str], version: tuple[int, int]) -> bool:
     """
     names = [name.lower() for name in headers]
     return version < (1, 1) or any(name in _OF_PROXIES or name.startswith(_BEGINNINGS) for name in names)
-
-
-def is_loopback_address(text: str) -> bool:
-    """Return True for an IPv4 or IPv6 address of the loopback interface."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 # -------------------------------------------------------------------------------------------------------------- viewers

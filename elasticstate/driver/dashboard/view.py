@@ -13,12 +13,11 @@ import msgspec
 
 from elasticstate.core import event_file, links
 from elasticstate.core.diagnostics import why_empty
-from elasticstate.core.state import Host, Over, Phase, Running, Slot, Worker
+from elasticstate.core.state import Host, Over, Phase, Running, Worker
 from elasticstate.core.step import Membership
 from elasticstate.core.types import listed
 from elasticstate.driver.dashboard.charts import Charts
-from elasticstate.driver.job import JobState
-from elasticstate.driver.readings import Metric, shown
+from elasticstate.driver.job import JobState, Metric, shown
 from elasticstate.driver.status import DurableFigures, ShardsOverview, host_state, overview_of, worker_state
 from elasticstate.failures import WorkerFailure
 from elasticstate.net.messages import HostUse
@@ -265,12 +264,8 @@ def _workers(m: Membership, now: float, ahead_s: float) -> View:
         if worker is not None:
             view[f"{host}:{index}"] = _worker(m, worker, ahead_s)
         elif index < m.hosts[host].slots:
-            view[f"{host}:{index}"] = _empty(slot, now)
+            view[f"{host}:{index}"] = {"state": "empty", "why": why_empty(slot, now)}
     return view
-
-
-def _empty(slot: Slot, now: float) -> View:
-    return {"state": "empty", "why": why_empty(slot, now)}
 
 
 def _worker(m: Membership, worker: Worker, ahead_s: float) -> View:

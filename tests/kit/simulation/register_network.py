@@ -165,7 +165,7 @@ class Network:
         assert vote is not None
         if message.is_refused:
             assert vote.promised is not None
-            proposer.refused(acceptor, vote.promised)
+            proposer.refused(vote.promised)
             is_superseded = proposer.ballot is not None and vote.promised > proposer.ballot
             assert proposer.is_lost or not (message.driver.has_led and is_superseded)
             self.reached["leader refused"] += proposer.is_lost

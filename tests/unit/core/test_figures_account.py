@@ -9,7 +9,6 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Remains, reattach
 from elasticstate.core.step import Membership
 from tests.kit.core import POLICY, START, STARTED, TWO, after, times
@@ -186,7 +185,10 @@ def left_behind(m: Membership, at: float, **changes: object) -> Remains:
         ticks=7,
         has_ended=False,
         gate_is_open=False,
-        past=PastFigures(m.ledger.account.until(at), m.ledger.failures, m.ledger.failed, m.ledger.total),
+        account=m.ledger.account.until(at),
+        failures=m.ledger.failures,
+        failed=m.ledger.failed,
+        total=m.ledger.total,
         seen_at=6.0,
     )
     return msgspec.structs.replace(known, **changes)

@@ -36,7 +36,7 @@ class Acceptors:
             if is_promised:
                 proposer.promised(name, ballot, self.votes[name].accepted)
             else:
-                proposer.refused(name, promised)
+                proposer.refused(promised)
         return proposer
 
     def accept(self, proposer: Proposer, entry: Entry, names: str) -> Entry:
@@ -47,7 +47,7 @@ class Acceptors:
             if is_accepted:
                 proposer.accepted(name, entry.version)
             else:
-                proposer.refused(name, promised)
+                proposer.refused(promised)
         return entry
 
     def named(self, names: str) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_proposer_begins_again_above_what_has_refused_it() -> None:
     leader_of(acceptors, ABC)
     acceptors.prepare(Proposer("dead"), "c", 7)
     following = acceptors.prepare(Proposer("two"), "cab", 2)
-    following.refused("b", Ballot(3, "late"))
+    following.refused(Ballot(3, "late"))
     assert following.highest_refusal == Ballot(7, "dead")
     assert not following.is_leader  # c would refuse each entry
     assert not following.is_lost
@@ -184,7 +184,7 @@ def test_a_leader_that_is_refused_between_two_entries_stops() -> None:
     assert leader.entry is not None
     acceptors.accept(leader, leader.entry, "a")  # repeated, after it was chosen
     assert leader.is_lost
-    leader.refused("c", Ballot(1, "one"))
+    leader.refused(Ballot(1, "one"))
     leader.accepted("c", leader.entry.version)
     assert leader.is_lost
     with pytest.raises(RuntimeError, match="only a leader"):

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticstate.core.ids import WorkerId
 from elasticstate.driver.dashboard.charts import MARKS, MOST_MARKS, MOST_POINTS, Charts, Curve, Sampler, totals
 from elasticstate.driver.dashboard.view import History, decoded, view_of
-from elasticstate.driver.job import JobState
+from elasticstate.driver.job import JobState, Readings
 from elasticstate.driver.metrics import JobCollector
-from elasticstate.driver.readings import Readings
 from elasticstate.failures import WorkerFailure
 from elasticstate.net.messages import MOST_METRICS, HostUse, Stamps
 from tests.kit.driver import state_after

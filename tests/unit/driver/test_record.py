@@ -247,7 +247,7 @@ def test_an_old_record_stays_if_only_new_figures_cannot_be_written() -> None:
     asyncio.run(keeper.keep(failed, (5, 6), 1.0))
     found = find_job("b")
     assert found is not None
-    assert found.past.failures == 0, "the old record"
+    assert found.failures == 0, "the old record"
     assert warnings == []
     asyncio.run(keeper.keep(failed, (5, 7), 2.0))
     assert find_job("b") is None, "a new driver must not use the old ports"
@@ -256,7 +256,7 @@ def test_an_old_record_stays_if_only_new_figures_cannot_be_written() -> None:
     asyncio.run(keeper.keep(failed, (5, 7), 3.0))
     found = find_job("b")
     assert found is not None
-    assert found.past.failures == 1
+    assert found.failures == 1
     directory.remove()
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.net import messages, trust as limits
+from elasticstate.net import control, messages, trust as limits
 from elasticstate.net.control import (
     AgentStream,
     ControlServer,
@@ -38,7 +38,7 @@ class Driver:
         self.received: list[messages.FromAgent] = []
         self.lost: list[str] = []
         self.turned_away: list[str] = []
-        self.server = ControlServer(TRUST, proof_timeout_s, self, "1.5")
+        self.server = ControlServer(TRUST, proof_timeout_s, self)
 
     def agent_joined(self, stream: AgentStream) -> None:
         self.streams.append(stream)
@@ -147,7 +147,7 @@ def test_the_first_address_that_is_the_drivers_is_taken() -> None:
     async def scenario(driver: Driver, port: int) -> None:
         with silent_listener() as silent, closed_port(LOCALHOST) as (closed, _):
             stranger = Driver()
-            stranger.server = ControlServer(Trust("s" * 32), 5.0, stranger, "1")
+            stranger.server = ControlServer(Trust("s" * 32), 5.0, stranger)
             addresses = (closed, silent, stranger.server.listen(LOCALHOST), port)
             agent = await DriverStream.dial(tuple(f"{LOCALHOST}:{p}" for p in addresses), TRUST, 5.0)
             agent.send(HELLO)
@@ -258,7 +258,9 @@ def test_a_refused_agent_that_does_not_close_does_not_keep_the_driver() -> None:
     with_driver(scenario)
 
 
-def test_another_protocol_is_refused_with_what_to_do() -> None:
+def test_another_protocol_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "VERSION", "1.5")
+
     async def scenario(driver: Driver, port: int) -> None:
         agent = await agent_at(port, first=messages.AgentHello("h", "id", 0, 0, 1, 99, "9.9"))
         with pytest.raises(ConnectionRefusedError) as refusal:
