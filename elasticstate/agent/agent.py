@@ -7,9 +7,6 @@ The phases of an agent::
                           ▼ │
                         orphan ──driver_timeout, or refused──► stop the workers, exit
 
-At its end, an agent removes the commits of its host. A refused agent leaves them to the next agent of the host, because
-no other host may have a commit as new. But if the driver had stopped the agent before, the agent removes them.
-
 ``Agent`` is the agent from its launch to its exit, ``Service`` its phases *serve* and *orphan*.
 """
 

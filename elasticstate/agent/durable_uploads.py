@@ -1,14 +1,8 @@
 """Saves commits of this host as durable copies, or parts of them, on the driver's order, one at a time.
 
-Training never waits for it. Threads *stage* the commits: they copy them while the workers train on. A process of its
-own uploads the copies (durable/upload.py). If it makes no progress for ``--durable-timeout``, it is killed.
-
-A worker overwrites the older of its two buffers with each commit. So a copy is whole if the buffer has the same
-seal before and after it, and the checksum of the copy is that of the seal.
-
-The workers of a sharded job hold different parts of one commit. An order for it names the *first commit from* an id
-on, which all workers seal at the same tick. If they commit often, this id is still to come, and the copies begin at
-the seals.
+Training never waits for it. Threads *stage* the commits: they copy them while the workers train on. A copy is whole if
+the buffer has the same seal before and after it, and the checksum of the copy is that of the seal. A process of its own
+uploads the copies (durable/upload.py). If it makes no progress for ``--durable-timeout``, it is killed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The files of the slots of one host, kept open for as long as their agent lives, and given to the workers.
 
-Workers receive descriptors, not names. So a commit outlives the deletion of its file: as long as the agent lives, the
-next worker of the slot resumes from it. But after all processes have ended, only a file with a name can be found.
-
-Names can be lost: systemd-logind deletes all files of a user in /dev/shm when the user's last session ends. Then the
-agent makes a new directory and moves each slot there: it copies the newest commit while no process writes to it. A slot
-without a worker moves at once. A worker sees a flag in its control page, and requests new files at its next commit.
+Workers receive descriptors, not names, so a commit outlives the deletion of its file (docs/decisions/commits.md). Then
+the agent makes a new directory and moves each slot there: it copies the newest commit while no process writes to it. A
+slot without a worker moves at once. A worker sees a flag in its control page, and requests new files at its next
+commit.
 """
 
 from __future__ import annotations
@@ -393,11 +391,8 @@ class StorageAllocator:
 
     def _bytes_to_allocate(self, size: int, workers: int) -> int:
         """Return the bytes still to be allocated when each worker's two buffers get this long."""
-        lengths = sorted(self._lengths(), reverse=True)[: 2 * workers]
+        lengths = sorted((found.st_size for found in self._stats()), reverse=True)[: 2 * workers]
         return 2 * workers * size - sum(min(size, length) for length in lengths)
-
-    def _lengths(self) -> list[int]:
-        return [found.st_size for found in self._stats()]
 
     def _stats(self) -> list[os.stat_result]:
         return [os.fstat(fd) for files in self._storage.slots().values() for fd in files.buffers]

@@ -448,10 +448,9 @@ def _oom_counter(groups: Path, mounted: Path) -> Path | None:
 
 
 # -------------------------------------------------------------------------------------------------------- plain stores
-# Stores for worlds of plain workers: each world has a store of its own, as torchrun's agent provides it.
-#
-# The agent listens on the port of the next store, and starts the process that serves it (worker/plain_store.py) at the
-# first connection. So an elastic job starts no such process, and a worker that connects early waits in the backlog.
+# Stores for worlds of plain workers: each world has one of its own, as torchrun's agent provides it. The agent
+# listens on the port of the next store, and starts the process that serves it at the first connection. So
+# an elastic job starts no such process, and a worker that connects early waits in the backlog.
 
 
 _PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")

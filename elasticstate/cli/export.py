@@ -98,18 +98,11 @@ def _newest(copies: StoredCopies) -> tuple[str, Manifest]:
     """Return the newest complete copy. Raises DamagedCopyError if there is none."""
     names = copies.names()
     for name in names:
-        found = _manifest_or_error(copies, name)
-        if isinstance(found, Manifest):
-            return name, found
-        complain("elasticrun", f"export: {name} is skipped: {found}")
+        try:
+            return name, copies.manifest(name)
+        except DamagedCopyError as error:  # noqa: PERF203
+            complain("elasticrun", f"export: {name} is skipped: {error}")
     raise DamagedCopyError("none of its copies is complete" if names else "has no durable copy")
-
-
-def _manifest_or_error(copies: StoredCopies, name: str) -> Manifest | DamagedCopyError:
-    try:
-        return copies.manifest(name)
-    except DamagedCopyError as error:
-        return error
 
 
 @contextmanager

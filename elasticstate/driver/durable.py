@@ -1,10 +1,8 @@
 """DurableCopies: decides when a durable copy of the job's state is saved, and by which agents.
 
 One copy at a time. If several agents save parts of it, one of them completes the copy when all parts are saved; the
-failure of one part is the failure of the copy. The next copy begins ``--durable-interval`` after the begin of the last
-one. After a failure it is tried again, after a growing delay. A failed, slow or full storage never holds up the job.
-
-At the end of the job the memory with its last commit is kept until that is saved, at most for ``--driver-timeout``.
+failure of one part is the failure of the copy. At the end of the job the memory with its last commit is kept until that
+is saved, at most for ``--driver-timeout``. See docs/decisions/durable-copies.md.
 """
 
 from __future__ import annotations
@@ -37,16 +35,9 @@ from elasticstate.net.messages import (
 from elasticstate.options import Options
 
 # --------------------------------------------------------------------------------------------------------- durable plan
-# Plan of a durable copy: which agent saves which commits.
-#
-# A replicated state is one part: the newest commit of the root. A sharded state has a part for each shard digest, all
-# of one commit. An agent that holds it saves it: in the buffers of a slot, or as a kept copy. The load of the hosts
-# is even.
-#
-# Workers overwrite a commit with the second one after it. If they commit often, the commit that all have sealed, as
-# last reported, may be gone when the orders arrive. So the orders then name an id that is still to come, and all
-# agents save the first commit from there on. If they commit rarely, that would be a long wait, and the last commit is
-# there.
+# Plan of a durable copy: which agent saves which commits. A replicated state is one part: the newest commit of the
+# root. A sharded state has a part for each shard digest, all of one commit: if workers commit rarely, of the one that
+# all have sealed; else of the first from an id that is still to come.
 
 
 _RARELY_S = 10.0  # between two commits
@@ -257,7 +248,7 @@ class DurableCopies:
         self._failure: _Failure | None = None  # of the last attempt
         self._began_at = 0.0  # of the attempt
         self._last_name = 0  # milliseconds in the name of the last copy
-        self._newest_name = ""  # of the newest copy that is complete
+        self._earlier: tuple[str, ...] = ()  # name of the newest copy that is complete
         self._pace = Pace()
         self._answered = asyncio.Event()  # no order waits for an answer
         self._answered.set()
@@ -336,7 +327,7 @@ class DurableCopies:
         if age_s is None:
             return "This driver has saved no copy: a job that resumes begins from an older one, if there is one"
         return (
-            f"The newest copy, {self._newest_name}, is {age_s:.0f} s old and has commit {figures.newest}: a job that "
+            f"The newest copy, {self._earlier[0]}, is {age_s:.0f} s old and has commit {figures.newest}: a job that "
             "resumes begins there"
         )
 
@@ -366,10 +357,6 @@ class DurableCopies:
     def _world_size(self) -> int:
         world = self._state.membership.world
         return world.size if world is not None else 0
-
-    @property
-    def _earlier(self) -> tuple[str, ...]:
-        return (self._newest_name,) if self._newest_name else ()
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -410,7 +397,7 @@ class DurableCopies:
             failures=self._schedule.failures,
         )
         self._schedule = _Schedule(max(self._loop.time(), self._began_at + self._options.durable_interval_s))
-        self._newest_name = message.folder
+        self._earlier = (message.folder,)
         if message.lost:
             figures.failed += 1
             self._report(LOST, f"the storage has lost an earlier copy: {message.lost}", host, message.folder)

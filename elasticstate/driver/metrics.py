@@ -1,10 +1,7 @@
 """Metrics of a job for Prometheus, at http://ADDR:PORT/metrics (``--metrics``). Imported only with that option.
 
 A thread, one at a time, reads the core's state, a value that never changes, so a scrape takes no lock and does not hold
-up the event loop.
-
-Times are gauges, because the account corrects itself: redone ticks are moved from goodput to badput. Prometheus would
-read a counter that falls as a restart.
+up the event loop. Times are gauges, because the account corrects itself (docs/decisions/figures.md).
 """
 
 from __future__ import annotations

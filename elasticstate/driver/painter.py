@@ -1,15 +1,12 @@
 """The process that writes to the terminal of ``elasticrun`` while a live line is at its bottom.
 
-``python -m elasticstate.driver.painter OUTPUT LINE ANSWER``: descriptors of pipes. The terminal is stdout. A process of
-its own: a terminal that nobody reads holds only this process, and the agents of a dead driver go on writing through it.
-It ends when no process can write to OUTPUT any more.
+``python -m elasticstate.driver.painter OUTPUT LINE ANSWER``: descriptors of pipes. The terminal is stdout. The process
+ends when no other can write to OUTPUT any more. See docs/decisions/output.md.
 
-Output passes unchanged, and one line stays below it. The line is drawn in the row below the cursor, and is erased
-before the next output. So the row of the cursor is empty above the line while no output is open, and has what the user
-types. Output is never parsed for its meaning, so colours, progress bars and lines without an end are those of the
-sender. Only these facts are taken from it: how many rows below the cursor belong to it (nested progress bars move the
-cursor up), how wide its open line is, and if it ends inside a sequence. Only one thing is added to it: a line that is
-written over a progress bar erases the bar first.
+The line is drawn in the row below the cursor, and is erased before the next output. So the row of the cursor is empty
+above the line while no output is open, and has what the user types. Of the output only these facts are taken: how many
+rows below the cursor belong to it (nested progress bars move the cursor up), how wide its open line is, and if it ends
+inside a sequence. One thing is added: a line that is written over a progress bar erases the bar first.
 """
 
 from __future__ import annotations

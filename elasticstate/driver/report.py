@@ -379,10 +379,8 @@ def _driver_restarted(f: event_file.DriverRestarted) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- replication sums
-# Replication in the event file: at most one event in _INTERVAL_S, which sums up the replications since the last one.
-#
-# A job may replicate several times a second. An event is written _INTERVAL_S after the end of the first replication
-# that it counts. By then the agents have reported the bytes that they have sent.
+# Replication in the event file: one event, _INTERVAL_S after the end of the first replication that it counts. By then
+# the agents have reported the bytes that they have sent.
 
 
 _INTERVAL_S = 10.0

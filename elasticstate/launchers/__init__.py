@@ -140,11 +140,6 @@ def early_agent(is_needed: bool, stdin: int | None = None) -> Iterator[None]:
         _stdins.clear()
 
 
-def inherited_stdin() -> int | None:
-    """Return the number of the descriptor that processes of :func:`agent_process` have for a worker."""
-    return _stdins[0] if _stdins else None
-
-
 def agent_process() -> subprocess.Popen[bytes]:
     """Return a process that reads an agent's parameters from its stdin. Raises OSError if it cannot be started."""
     return _waiting.pop() if _waiting else _start()
@@ -214,7 +209,7 @@ class LocalAgent(AdoptedAgent):
         self._process = agent_process()
         self._mark = agent_variable(launch.socket)
         processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
-        send_parameters(self._process, replace(launch, stdin=inherited_stdin()))
+        send_parameters(self._process, replace(launch, stdin=_stdins[0] if _stdins else None))
 
     @property
     def pid(self) -> int:

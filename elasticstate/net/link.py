@@ -1,13 +1,10 @@
 """The Unix sockets of an agent: to its host's workers, to its template process, and for its status; and the socket of
 the store of plain workers.
 
-That to the workers is SOCK_SEQPACKET: one datagram is one message.
-
-The worker's end is handed over to its sentinel (native/sentinel.cpp). The agent's end belongs to an asyncio loop and
-never blocks it: messages that a worker does not read stay in a queue, at most until its heartbeat times out.
-
-A second connection of the worker is for its storage only: on it the agent passes descriptors (unix(7)). The worker
-keeps this connection, because the path of the socket may be deleted. Both ends verify that the other has the same user.
+That to the workers is SOCK_SEQPACKET: one datagram is one message. The worker's end is handed over to its sentinel
+(native/sentinel.cpp). The agent's end never blocks its event loop: messages that a worker does not read stay in a
+queue, at most until its heartbeat times out. On a second connection the agent passes descriptors (unix(7)); the worker
+keeps it, because the path of the socket may be deleted. Both ends verify that the other has the same user.
 """
 
 from __future__ import annotations
@@ -489,7 +486,8 @@ class TemplateLink:
         answer = PendingFork(mine)
         packed = os.memfd_create("elasticstate-fork")
         try:
-            _write_all(packed, request.packed())
+            with open(packed, "wb", closefd=False) as file:
+                file.write(request.packed())
             socket.send_fds(self._socket, [_FORK], [packed, *descriptors, other.fileno()])
         except OSError:
             answer.close()
@@ -509,11 +507,6 @@ async def _receive(end: socket.socket) -> bytes:
         return await asyncio.get_running_loop().sock_recv(end, _MOST_BYTES)
     except ConnectionResetError:
         return b""
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
 
 
 class ReceivedRequest:
@@ -553,8 +546,7 @@ class AgentLink:
         """Wait for the next request; None: the agent has ended."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data or len(descriptors) != _DESCRIPTORS:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _close(descriptors)
             return None
         packed, *rest = descriptors
         with open(packed, "rb") as file:
