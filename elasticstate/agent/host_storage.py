@@ -18,19 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
+from elasticstate import commits
 from elasticstate._native import ControlPage
 from elasticstate.agent.host_job import HostJob
 from elasticstate.agent.supervisor import sealed_commits, seals_of
-from elasticstate.commits import (
-    RESULT_HEAD_BYTES,
-    CommitDirectory,
-    buffer_file,
-    control_file,
-    grow,
-    owner_of,
-    result_file,
-    result_hasher,
-)
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
@@ -81,7 +72,7 @@ class SlotFiles:
 class HostStorage:
     """Files of all slots of one host. ``log`` gets a line when files were lost, or a commit could not be copied."""
 
-    def __init__(self, directory: CommitDirectory, job_id: str, host: str, log: Callable[[str], None]) -> None:
+    def __init__(self, directory: commits.CommitDirectory, job_id: str, host: str, log: Callable[[str], None]) -> None:
         self.directory = directory
         self._job_id = job_id
         self.host = host
@@ -91,7 +82,7 @@ class HostStorage:
         for slot in directory.slots():
             with suppress(OSError, ValueError):  # the previous agent died while it created the page
                 self._slots[slot] = self._open(slot, self.directory.open_file)
-                self._results[slot] = directory.open_file(result_file(slot), os.O_RDWR)
+                self._results[slot] = directory.open_file(commits.result_file(slot), os.O_RDWR)
 
     def close(self) -> None:
         for files in self._slots.values():
@@ -102,7 +93,7 @@ class HostStorage:
         self._results.clear()
 
     def owner(self, slot: int) -> bytes:
-        return owner_of(self._job_id, self.host, slot)
+        return commits.owner_of(self._job_id, self.host, slot)
 
     def slots(self) -> dict[int, SlotFiles]:
         """Files of each slot that has ever had a worker on this host."""
@@ -122,7 +113,7 @@ class HostStorage:
         opened: list[int] = []
         try:
             opened.extend(open_file(name, os.O_RDWR | os.O_CREAT) for name in _names(slot))
-            _allocate_page(opened[0], self.directory.path / control_file(slot))
+            _allocate_page(opened[0], self.directory.path / commits.control_file(slot))
             return SlotFiles(opened[0], (opened[1], opened[2]))
         except BaseException:
             for fd in opened:
@@ -133,7 +124,7 @@ class HostStorage:
 
     def make_result(self, slot: int) -> int:
         """Create an empty file for the result of the slot's next worker. Raises OSError."""
-        fd = make_file(self.directory.fd, result_file(slot))
+        fd = make_file(self.directory.fd, commits.result_file(slot))
         if slot in self._results:
             os.close(self._results[slot])
         self._results[slot] = fd
@@ -196,7 +187,7 @@ class HostStorage:
 
 
 def _names(slot: int) -> tuple[str, str, str]:
-    return control_file(slot), buffer_file(slot, 0), buffer_file(slot, 1)
+    return commits.control_file(slot), commits.buffer_file(slot, 0), commits.buffer_file(slot, 1)
 
 
 def _allocate_page(fd: int, path: object) -> None:
@@ -214,7 +205,7 @@ def _copy_newest(old: SlotFiles, new: SlotFiles, owner: bytes) -> CommitId | Non
         return None
     index = list(seals)[-1]
     length = os.fstat(old.buffers[index]).st_size
-    grow(new.buffers[index], length)
+    commits.grow(new.buffers[index], length)
     copy_bytes(old.buffers[index], new.buffers[index], 0, length)
     new.page.seal(index, owner, *seals[index])
     return CommitId(*seals[index][:2])
@@ -297,11 +288,11 @@ class StorageAllocator:
         fd = os.dup(self._storage.files(slot).buffers[index])  # the slot may get other files meanwhile
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, grow, fd, size), ""
+            return await loop.run_in_executor(self._threads, commits.grow, fd, size), ""
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 return 0, self._too_little(size)
-            path = self._storage.directory.path / buffer_file(slot, index)
+            path = self._storage.directory.path / commits.buffer_file(slot, index)
             return 0, f"{path} cannot be enlarged to {format_bytes(size)} long ({error.strerror})"
         finally:
             os.close(fd)
@@ -551,16 +542,16 @@ class Results:
         size = self._sizes.get(slot, _LOST)
         if size < 0:
             return messages.Fetched(slot, offset, b"", _LOST)
-        return messages.Fetched(slot, offset, os.pread(fd, _PART_BYTES, RESULT_HEAD_BYTES + offset), size)
+        return messages.Fetched(slot, offset, os.pread(fd, _PART_BYTES, commits.RESULT_HEAD_BYTES + offset), size)
 
     def _verified_size(self, fd: int) -> int:
         """Return the size; 0 if nothing was returned; -1 if no worker of this job has written the file."""
-        size = os.fstat(fd).st_size - RESULT_HEAD_BYTES
+        size = os.fstat(fd).st_size - commits.RESULT_HEAD_BYTES
         if size < 0:
-            return 0 if size == -RESULT_HEAD_BYTES else -1
-        hasher = result_hasher(self._key)
-        at = RESULT_HEAD_BYTES
+            return 0 if size == -commits.RESULT_HEAD_BYTES else -1
+        hasher = commits.result_hasher(self._key)
+        at = commits.RESULT_HEAD_BYTES
         while data := os.pread(fd, _PART_BYTES, at):
             hasher.update(data)
             at += len(data)
-        return size if hmac.compare_digest(os.pread(fd, RESULT_HEAD_BYTES, 0), hasher.digest()) else -1
+        return size if hmac.compare_digest(os.pread(fd, commits.RESULT_HEAD_BYTES, 0), hasher.digest()) else -1

@@ -20,21 +20,12 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
+from elasticstate import processes
 from elasticstate.agent import exec_shim
 from elasticstate.agent.host_job import HostJob
 from elasticstate.failures import how_it_ended
 from elasticstate.machine import is_python, is_this_python
 from elasticstate.net.link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, StandardDescriptors, TemplateLink
-from elasticstate.processes import (
-    CLEANUP_S,
-    children_that_ended,
-    cpu_ticks,
-    descriptors_given,
-    ended_child,
-    is_at_work,
-    kill_session,
-    reading,
-)
 from elasticstate.threads import in_thread
 
 T = TypeVar("T")
@@ -67,7 +58,15 @@ def start_command(
 ) -> subprocess.Popen[bytes]:
     """Start a new process that ends with this one. Raises OSError if that fails."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid()), str(descriptors_given()), *command],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            exec_shim.__file__,
+            str(os.getpid()),
+            str(processes.descriptors_given()),
+            *command,
+        ],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
@@ -205,11 +204,11 @@ class Template:
         A process that waits for a core of a busy machine is not killed.
         """
         work, loop = asyncio.ensure_future(answer), asyncio.get_running_loop()
-        used, since = cpu_ticks(process.pid), loop.time()
+        used, since = processes.cpu_ticks(process.pid), loop.time()
         try:
             while not (await asyncio.wait({work}, timeout=_LOOK_INTERVAL_S))[0]:
-                now = cpu_ticks(process.pid)
-                if now != used or is_at_work(process.pid):
+                now = processes.cpu_ticks(process.pid)
+                if now != used or processes.is_at_work(process.pid):
                     used, since = now, loop.time()
                 elif loop.time() - since > self._timeout_s:
                     process.kill()
@@ -260,7 +259,7 @@ class _Process:
 
     async def _read(self, pipe: IO[bytes]) -> None:
         """Log what the process prints while it imports."""
-        async with reading(pipe) as reader:
+        async with processes.reading(pipe) as reader:
             while line := await reader.readline():
                 self._log(f"template process: {line.decode(errors='replace').rstrip()}")
 
@@ -277,7 +276,7 @@ class _Process:
 
     async def ended(self) -> str:
         """Wait for the end of the process. Return why a worker can never fork from such a process, or ""."""
-        await ended_child(self.pid)
+        await processes.ended_child(self.pid)
         await self._answering
         return "" if self.ready.result() == READY else self.ready.result()
 
@@ -300,8 +299,8 @@ class _Process:
     async def close(self) -> None:
         """End the process and its session."""
         if self._process.returncode is None:
-            await in_thread(kill_session, self.pid, CLEANUP_S)
-            await ended_child(self.pid)
+            await in_thread(processes.kill_session, self.pid, processes.CLEANUP_S)
+            await processes.ended_child(self.pid)
             self._process.wait()
         self._answering.cancel()
         self._link.close()
@@ -318,7 +317,7 @@ async def reap_orphans(is_awaited: Callable[[int], bool]) -> None:
     before: set[int] = set()
     while True:
         await asyncio.sleep(_REAP_INTERVAL_S)
-        ended = {pid for pid in await in_thread(children_that_ended) if not is_awaited(pid)}
+        ended = {pid for pid in await in_thread(processes.children_that_ended) if not is_awaited(pid)}
         for pid in ended & before:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

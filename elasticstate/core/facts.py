@@ -10,29 +10,9 @@ import signal
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, commits, event_file, links, plain, sharded, types as t, waiting
+from elasticstate.core import accounting, commits, event_file, health, links, plain, sharded, slots, types as t, waiting
 from elasticstate.core.divergence import answered, digests_reported, kept_digests
-from elasticstate.core.health import (
-    call_reported,
-    collectives_reported,
-    hang_text,
-    pace_reported,
-    report_hang,
-    where_reported,
-)
 from elasticstate.core.running import earlier
-from elasticstate.core.slots import (
-    health_checked,
-    host_is_lost,
-    hosts_discovered,
-    lease_s,
-    record_incarnation,
-    slot_failed,
-    start_preemption_cooldown,
-    stop,
-    take_back,
-    workers_on,
-)
 from elasticstate.core.state import Draft, Failure, Finishing, Forming, Running, Stopping, Worker, fields_of, is_live
 from elasticstate.failures import how_it_ended, signal_name
 
@@ -64,7 +44,7 @@ def apply(d: Draft, event: t.Event) -> None:
         case t.CommitDamaged():
             commits.commit_damaged(d, event)
         case t.HostsDiscovered():
-            hosts_discovered(d, event)
+            slots.hosts_discovered(d, event)
         case t.AgentJoined():
             _agent_joined(d, event)
         case t.AgentLost():
@@ -74,7 +54,7 @@ def apply(d: Draft, event: t.Event) -> None:
         case t.LinksProbed():
             links.probed(d, event)
         case t.HealthChecked():
-            health_checked(d, event)
+            slots.health_checked(d, event)
         case t.StopRequested(by):
             d.stopped_by = by
         case t.Several():
@@ -106,8 +86,8 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
                 d.put(worker, digests=kept_digests(worker, digests))
                 digests_reported(d, worker, digests)
         case t.CollectivesReport():
-            collectives_reported(d, worker, report)
-            where_reported(d, worker, report)
+            health.collectives_reported(d, worker, report)
+            health.where_reported(d, worker, report)
         case _ if not _takes_part(d, worker, report.generation):
             pass
         case t.HoldAnswer():
@@ -121,7 +101,7 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
         case t.First():
             _first_tick(d, report)
         case t.CallReport():
-            call_reported(d, worker, report)
+            health.call_reported(d, worker, report)
 
 
 # ------------------------------------------------------------------------------------------------ hosts and agents
@@ -138,11 +118,11 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     sharded.host_reports(d, host.name, event.kept)
     d.note(event_file.AgentJoined, host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
-        record_incarnation(d, worker)
+        slots.record_incarnation(d, worker)
     if host.may_live_until > -inf and not event.workers:
         d.update_ledger(is_broken=True)
     for worker, generation in event.workers:
-        take_back(d, worker, generation)
+        slots.take_back(d, worker, generation)
 
 
 def _agent_lost(d: Draft, event: t.AgentLost) -> None:
@@ -154,11 +134,11 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     notice = host.draining
     report = notice or ("agent stopped" if expected else f"agent {event.reason}")
     loss = "" if expected or notice else event.reason
-    health = "sick" if host.health == "sick" and not expected else "unknown"
-    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss, health=health)
+    checked = "sick" if host.health == "sick" and not expected else "unknown"
+    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss, health=checked)
     if not expected:
         d.note(event_file.AgentLost, host=host.name, reason=event.reason)
-    workers = workers_on(d, host)
+    workers = slots.workers_on(d, host)
     for worker in workers:
         cause = d.root_cause(
             worker, f"{worker.id} was lost with its host: the agent of host {host.name} {event.reason}"
@@ -166,7 +146,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         if (d.breaks(worker) or d.in_round(worker)) and not worker.gone:
             d.broken.append(Failure(cause, "drain" if notice and d.in_round(worker) else "lost"))
         if d.breaks(worker) and may_live:
-            host = d.put_host(host, may_live_until=d.now + lease_s(d.policy))
+            host = d.put_host(host, may_live_until=d.now + slots.lease_s(d.policy))
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
         left = worker.gone == "stopped" and not worker.overdue
@@ -179,9 +159,9 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     if expected:
         commits.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
     else:
-        host_is_lost(d, d.hosts[host.name], workers, notice)
+        slots.host_is_lost(d, d.hosts[host.name], workers, notice)
     if notice and host.slots:
-        start_preemption_cooldown(d, d.hosts[host.name], notice)
+        slots.start_preemption_cooldown(d, d.hosts[host.name], notice)
 
 
 def _host_draining(d: Draft, event: t.HostDraining) -> None:
@@ -224,7 +204,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
             _member_ended(d, worker, cause)
     _remove_worker(d, worker, event.exit_code, event.signal, expected=benign and not worker.overdue)
     if not benign:
-        slot_failed(d, worker, cause)
+        slots.slot_failed(d, worker, cause)
         waiting.worker_failed(d, worker, cause)
 
 
@@ -242,7 +222,7 @@ def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cau
     is_expected = not worker.overdue and (bool(worker.draining) or not has_failed)
     _remove_worker(d, worker, event.exit_code, event.signal, is_expected)
     if has_failed and not worker.draining:
-        slot_failed(d, worker, cause)
+        slots.slot_failed(d, worker, cause)
 
 
 def _cause_of_exit(d: Draft, worker: Worker, event: t.WorkerExited) -> t.RootCause:
@@ -283,13 +263,15 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
     worker = d.workers.get(event.worker)
     if worker is None or worker.gone:
         return
-    report_hang(d)
+    health.report_hang(d)
     d.note(event_file.WorkerUnresponsive, worker=str(worker.id), reason=event.reason)
     if isinstance(d.phase, Finishing):
         return  # the worker's exit decides
     if d.breaks(worker):
         d.broken.append(
-            Failure(d.root_cause(worker, f"{worker.id} is unresponsive: {event.reason}{hang_text(d, worker)}"), "own")
+            Failure(
+                d.root_cause(worker, f"{worker.id} is unresponsive: {event.reason}{health.hang_text(d, worker)}"), "own"
+            )
         )
     d.put(worker, gone="failed", ready=None)
 
@@ -337,7 +319,7 @@ def _stamp(d: Draft, worker: Worker, stamp: t.Stamp) -> None:
     if has_digests:
         digests_reported(d, d.workers[worker.id], stamp.digests)
     if stamp.pace:
-        pace_reported(d, d.workers[worker.id], stamp.pace)
+        health.pace_reported(d, d.workers[worker.id], stamp.pace)
 
 
 def _trains(d: Draft, name: t.WorkerId, seconds: float) -> None:
@@ -359,7 +341,7 @@ def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
     if worker.gone or ready.generation != worker.joined:
         return
     if isinstance(d.phase, Stopping):
-        stop(d, worker, "the job is being stopped, so there is no other world")
+        slots.stop(d, worker, "the job is being stopped, so there is no other world")
     if isinstance(d.phase, Finishing):
         return
     if not worker.uses_run:

@@ -9,25 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, event_file, types as t
+from elasticstate.core import accounting, event_file, health, types as t
 from elasticstate.core.commits import check_commits
 from elasticstate.core.diagnostics import leavers, names, spares_text
-from elasticstate.core.health import (
-    absent,
-    absent_text,
-    begin_hang,
-    check_pace,
-    check_stalls,
-    check_ticks,
-    end_stalls,
-    end_stragglers,
-    note_stall_end,
-    overdue_stall,
-    report_hang,
-    stall_deadlines,
-    standstill_deadlines,
-    waiting_in_calls,
-)
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.slots import set_apart, stop
 from elasticstate.core.state import (
@@ -177,14 +161,14 @@ def running(d: Draft, phase: Running) -> None:
         _fail_gate(d, phase, members)
     elif suspects := suspects_of(d, members):
         judge(d, members, suspects)
-    elif stall := overdue_stall(d, phase):
+    elif stall := health.overdue_stall(d, phase):
         shut_down(d, phase, stall, members)
     else:
         if phase.gate_since is None:
-            check_ticks(d, members)
+            health.check_ticks(d, members)
             check_commits(d, phase, members)
-        phase = check_stalls(d, _with_notices(d, phase, members), members)
-        phase = d.phase = check_pace(d, phase, members)
+        phase = health.check_stalls(d, _with_notices(d, phase, members), members)
+        phase = d.phase = health.check_pace(d, phase, members)
         planned_change(d, phase, d.members())
 
 
@@ -199,8 +183,8 @@ def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
         yield "notice", phase.gate_since + d.policy.waiting_notice_s
     elif phase.gate_since is None and "ticks" not in phase.noticed:
         yield "notice", min((w.ticks_at for w in _behind(members)), default=inf) + d.policy.waiting_notice_s
-    yield from stall_deadlines(d, phase, members)
-    yield from standstill_deadlines(d)
+    yield from health.stall_deadlines(d, phase, members)
+    yield from health.standstill_deadlines(d)
     yield from planned_deadlines(d, phase, members)
 
 
@@ -218,7 +202,7 @@ def become_running(
     from_copy = line is None and d.ledger.highest is not None and resumes_from_copy(d, chosen)
     set_apart(d)
     accounting.world_changes(d, chosen, line, from_copy)
-    report_hang(d)
+    health.report_hang(d)
     world = make_world(d, chosen, line, sources)
     enter(d, world)
     d.effects.append(world)
@@ -333,8 +317,8 @@ def stop_job(d: Draft, by: str) -> None:
         case Stopping():
             return
         case Running():
-            end_stalls(d, phase)
-            end_stragglers(d, phase)
+            health.end_stalls(d, phase)
+            health.end_stragglers(d, phase)
             if phase.hold_since is not None:
                 d.effects.append(t.Release(d.generation))
                 d.note(event_file.Release, cause=f"the job is stopped by {by}")
@@ -467,7 +451,7 @@ def end_now(d: Draft, failure: Failure) -> None:
     d.effects.append(t.End(generation, None, cause, failure.hang))
     d.note(event_file.End, cause=cause, at="now")
     if failure.hang:
-        begin_hang(d, d.members())
+        health.begin_hang(d, d.members())
     d.phase = Forming(
         since=d.now,
         ended=generation,
@@ -633,15 +617,15 @@ def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
 
 def shut_down(d: Draft, phase: Running, stall: Stall, members: list[Worker]) -> None:
     """End the job as failed, because of a stall."""
-    inside = waiting_in_calls(members).get(stall.call, [])
-    missing = absent(inside, members)
+    inside = health.waiting_in_calls(members).get(stall.call, [])
+    missing = health.absent(inside, members)
     limit_s = d.policy.stall_shutdown_s
     reason = (
         f"stall: {stall.text} was not made on all ranks within --stall-shutdown-time of {limit_s:g} s; missing: "
-        f"{absent_text(missing)}"
+        f"{health.absent_text(missing)}"
     )
     for each in phase.stalls:
-        note_stall_end(d, each, "--stall-shutdown-time")
+        health.note_stall_end(d, each, "--stall-shutdown-time")
     d.phase = replace(phase, stalls=())
     cause = t.RootCause(reason, generation=d.generation)
     become_over(d, False, d.root_cause(missing[0], reason) if missing else cause)

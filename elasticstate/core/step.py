@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
+from elasticstate.core import running
 from elasticstate.core.accounting import follow
 from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.divergence import compare, comparison_deadlines
@@ -27,15 +28,6 @@ from elasticstate.core.health import end_stalls, end_standstill, end_stragglers
 from elasticstate.core.links import link_deadlines, probe
 from elasticstate.core.plain import round_deadlines, together
 from elasticstate.core.policy import Policy
-from elasticstate.core.running import (
-    finishing,
-    finishing_deadlines,
-    running,
-    running_deadlines,
-    stop_job,
-    stopping,
-    stopping_deadlines,
-)
 from elasticstate.core.sharded import replicate, replication_deadlines
 from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
 from elasticstate.core.state import (
@@ -64,7 +56,7 @@ from elasticstate.core.waiting import forming, forming_deadlines, waiting, waiti
 def decide(d: Draft) -> None:
     """Apply the rule of the phase until the phase does not change any more."""
     if d.stopped_by:
-        stop_job(d, d.stopped_by)
+        running.stop_job(d, d.stopped_by)
     while True:
         before = d.phase
         match before:
@@ -73,14 +65,14 @@ def decide(d: Draft) -> None:
             case Forming():
                 forming(d, before)
             case Running():
-                running(d, before)
+                running.running(d, before)
                 if isinstance(d.phase, Forming | Finishing):
                     end_stalls(d, before)
                     end_stragglers(d, before)
             case Stopping():
-                stopping(d, before)
+                running.stopping(d, before)
             case Finishing():
-                finishing(d, before)
+                running.finishing(d, before)
             case Together():
                 together(d, before)
             case Over():
@@ -99,11 +91,11 @@ def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
         case Forming():
             yield from forming_deadlines(d, d.phase)
         case Running():
-            yield from running_deadlines(d, d.phase)
+            yield from running.running_deadlines(d, d.phase)
         case Stopping():
-            yield from stopping_deadlines(d, d.phase)
+            yield from running.stopping_deadlines(d, d.phase)
         case Finishing():
-            yield from finishing_deadlines(d, d.phase)
+            yield from running.finishing_deadlines(d, d.phase)
         case Together():
             yield from round_deadlines(d)
 

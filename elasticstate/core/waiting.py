@@ -7,38 +7,11 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from elasticstate.core import event_file, links, types as t
+from elasticstate.core import event_file, links, plain, running, types as t
 from elasticstate.core.commits import NOTHING, awaited, has_job_state, newest
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.divergence import reject_unequal
 from elasticstate.core.health import check_ticks, reports_until, standstill_deadlines
-from elasticstate.core.plain import (
-    first_rounds,
-    has_finished,
-    is_running,
-    mixture,
-    restarts_are_limited,
-    round_deadlines,
-    waiting_plain,
-    waiting_plain_deadlines,
-)
-from elasticstate.core.running import (
-    become_finishing,
-    become_over,
-    become_running,
-    drain_deadlines,
-    earlier,
-    end_now,
-    fail_drains,
-    fail_job,
-    first_cause,
-    judge,
-    overdue_drains,
-    refine,
-    settle,
-    suspects_of,
-    verdict_deadlines,
-)
 from elasticstate.core.sharded import awaited_copies, exiting, find_line, hosts_of, is_sharded
 from elasticstate.core.slots import (
     FAILURES_IN_A_ROW,
@@ -106,7 +79,7 @@ def of_newest_commit(d: Draft) -> t.RootCause | None:
     for slot in holders:
         if slot.misfit is None:
             return None
-        found = earlier(found, slot.misfit)
+        found = running.earlier(found, slot.misfit)
     return found
 
 
@@ -118,7 +91,7 @@ def of_all_free_slots(d: Draft) -> t.RootCause | None:
     for slot in free:
         if not slot.barred and (slot.misfit is None or slot.failures < FAILURES_IN_A_ROW):
             return None
-        found = earlier(found, slot.misfit) if slot.misfit is not None else found
+        found = running.earlier(found, slot.misfit) if slot.misfit is not None else found
     return None if d.booting else found
 
 
@@ -130,21 +103,21 @@ def _last_line(cause: t.RootCause) -> str:
 def waiting(d: Draft, phase: Waiting) -> None:
     if d.broken and d.ledger.outage is None:
         d.update_ledger(outage=d.broken[0].cause)
-    if reason := mixture(d):
-        fail_job(d, reason, own_error=True)
+    if reason := plain.mixture(d):
+        running.fail_job(d, reason, own_error=True)
     elif d.ledger.kind == "plain":
-        waiting_plain(d, phase)
-    elif has_finished(d):
-        become_over(d, True)
+        plain.waiting_plain(d, phase)
+    elif plain.has_finished(d):
+        running.become_over(d, True)
     elif (misfit := of_newest_commit(d)) is not None:
-        fail_job(d, "the newest commit does not fit the objects of a new process", misfit)
-    elif d.generation == 0 and not restarts_are_limited(d) and every_worker_failed(d):
-        fail_job(d, "every worker failed before the first world", d.ledger.outage)
-    elif d.generation == 0 and not restarts_are_limited(d) and (bad := failed_slots(d)):
+        running.fail_job(d, "the newest commit does not fit the objects of a new process", misfit)
+    elif d.generation == 0 and not plain.restarts_are_limited(d) and every_worker_failed(d):
+        running.fail_job(d, "every worker failed before the first world", d.ledger.outage)
+    elif d.generation == 0 and not plain.restarts_are_limited(d) and (bad := failed_slots(d)):
         times = f"{d.policy.max_no_progress} times in a row"
         reason = f"{number_of(bad, 'slot')} failed {times} before the first world"
-        fail_job(d, reason, d.ledger.outage)
-    elif not first_rounds(d):
+        running.fail_job(d, reason, d.ledger.outage)
+    elif not plain.first_rounds(d):
         _wait_for_a_world(d, phase)
 
 
@@ -157,12 +130,14 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     if not enough:
         _await_retained(d, None)
         if d.generation and (misfit := of_all_free_slots(d)) is not None:
-            fail_job(d, f"{policy.fewest_text(d.generation)}, and no new process can load the state of the job", misfit)
+            running.fail_job(
+                d, f"{policy.fewest_text(d.generation)}, and no new process can load the state of the job", misfit
+            )
             return
     d.reason = f"{number_of(len(stay), 'worker')} ready, {policy.fewest_text(d.generation)}"
     if enough and d.now >= _window_end(d, stay) and form(d):
         return
-    if d.now >= _give_up_time(d, phase) and not is_running(d):
+    if d.now >= _give_up_time(d, phase) and not plain.is_running(d):
         if not (enough and (form(d) or _waiting(d).retained_since is not None)):
             option, limit_s = (
                 ("elastic", policy.elastic_timeout_s) if d.generation else ("start", policy.start_timeout_s)
@@ -170,7 +145,7 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
             reason = f"--{option}-timeout of {limit_s:g} s expired: {d.reason}"
             who = listed(list(missing(d, d.now)), "; ")
             help = f". {remedy}" if (remedy := links.remedy(d)) else ""
-            fail_job(d, f"{reason}; missing: {who}{help}", d.ledger.outage, own_error=False)
+            running.fail_job(d, f"{reason}; missing: {who}{help}", d.ledger.outage, own_error=False)
     elif not phase.noticed and d.now >= phase.since + policy.waiting_notice_s:
         fewest = number_of(policy.fewest(d.generation), "ready worker")
         d.note_waiting(f"at least {fewest}", listed(list(missing(d, d.now)), "; "), links.remedy(d))
@@ -179,9 +154,9 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
 
 def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
     if d.ledger.kind == "plain":
-        yield from waiting_plain_deadlines(d, phase)
+        yield from plain.waiting_plain_deadlines(d, phase)
         return
-    yield from round_deadlines(d)
+    yield from plain.round_deadlines(d)
     yield "give up", _give_up_time(d, phase)
     if not phase.noticed:
         yield "notice", phase.since + d.policy.waiting_notice_s
@@ -244,11 +219,11 @@ def form(d: Draft) -> bool:
         d.warn(f"retained commit {commit} of {slot_id} is given up: {late}")
     if lost and durable_source(d) is None:
         reason = f"StateLostError: no host holds a commit any more; {_last_seen(d)}"
-        fail_job(d, reason, d.ledger.outage, own_error=False)
+        running.fail_job(d, reason, d.ledger.outage, own_error=False)
     else:
         if lost:
             d.warn(f"no host holds a commit any more; {_last_seen(d)}; the job resumes from the newest durable copy")
-        become_running(d, chosen)
+        running.become_running(d, chosen)
     return True
 
 
@@ -272,16 +247,16 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
     if found is not None:
         if awaited_:
             d.warn(f"{_missing_shards(awaited_)} is given up for {found[0]}: {_too_late(d)}")
-        become_running(d, chosen, *found)
+        running.become_running(d, chosen, *found)
         return True
     reason = "no commit is left of which all shards can be read"
     reason += f"; {_too_late(d)}: {_missing_shards(awaited_)}" if awaited_ else ""
     reason += f"; {_last_seen(d)}"
     if durable_source(d) is not None:
         d.warn(f"{reason}; the job resumes from the newest durable copy")
-        become_running(d, chosen)
+        running.become_running(d, chosen)
         return True
-    fail_job(d, f"StateLostError: {reason}", d.ledger.outage, own_error=False)
+    running.fail_job(d, f"StateLostError: {reason}", d.ledger.outage, own_error=False)
     return True
 
 
@@ -385,17 +360,17 @@ def forming(d: Draft, phase: Forming) -> None:
     members = d.members()
     if d.broken:
         if is_live(d) and any(member.ready is None for member in members):
-            end_now(d, first_cause(d.broken))
+            running.end_now(d, running.first_cause(d.broken))
         else:
-            refine(d, phase, d.broken)
+            running.refine(d, phase, d.broken)
     elif is_live(d) and members and all(member.in_gate for member in members):
-        become_finishing(d)  # train has returned on all members before tick K: no member is left to interrupt
+        running.become_finishing(d)  # train has returned on all members before tick K: no member is left to interrupt
         return
-    if overdue := overdue_drains(d, members):
-        fail_drains(d, overdue)
+    if overdue := running.overdue_drains(d, members):
+        running.fail_drains(d, overdue)
         members = d.members()
-    if is_live(d) and (suspects := suspects_of(d, members)):
-        judge(d, members, suspects)
+    if is_live(d) and (suspects := running.suspects_of(d, members)):
+        running.judge(d, members, suspects)
         members = d.members()
     phase, awaited = _forming(d), _awaited(members)
     if d.now >= _regroup_end(d, phase, awaited):
@@ -418,16 +393,16 @@ def forming(d: Draft, phase: Forming) -> None:
         d.reason = f"looking for a cut link: waiting for the agents of {listed(d.ledger.links.asked)}"
         return
     reject_unequal(d)
-    settle(d, phase)
+    running.settle(d, phase)
     if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
         d.phase = Waiting(since=d.now)
 
 
 def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
     members = d.members()
-    yield from drain_deadlines(d, members)
+    yield from running.drain_deadlines(d, members)
     if is_live(d):
-        yield from verdict_deadlines(d, suspects_of(d, members))
+        yield from running.verdict_deadlines(d, running.suspects_of(d, members))
         yield from standstill_deadlines(d)
     awaited = _awaited(members)
     yield "regroup", _regroup_end(d, phase, awaited)
@@ -459,7 +434,7 @@ def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:
     reason = f"{names(awaited)} did not leave generation {phase.ended} within --regroup-timeout of {limit_s:g} s"
     cause = t.RootCause(reason, generation=phase.ended)
     if phase.at_tick is not None:
-        end_now(d, Failure(cause, "lost"))
+        running.end_now(d, Failure(cause, "lost"))
     elif phase.failure is not None and phase.failure.kind == "reported":
         d.phase = replace(phase, failure=Failure(cause, "lost"))
     d.note(event_file.Warning, text=reason)

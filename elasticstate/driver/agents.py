@@ -23,20 +23,9 @@ from elasticstate.driver.output import CountedLines
 from elasticstate.driver.votes import Votes
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
-from elasticstate.net import messages
+from elasticstate.net import messages, names
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.messages import Launch
-from elasticstate.net.names import (
-    LOCALHOST,
-    address_of,
-    address_towards,
-    any_address,
-    host_port,
-    is_of_each_machine,
-    is_this_machine,
-    outward_address,
-    own_addresses,
-)
 from elasticstate.net.trust import Strangers, Trust
 from elasticstate.options import CONNECT_TIMEOUT_S, agent_variable, passed_on
 from elasticstate.options.kinds import is_host_name, split_address
@@ -131,8 +120,8 @@ class Agents:
         if self._dial_in:
             self._listen_for_hosts()
         try:
-            self.ports = (self._server.listen(LOCALHOST, *ports[:1]),)
-            self._addresses = (f"{LOCALHOST}:{self.ports[0]}",)
+            self.ports = (self._server.listen(names.LOCALHOST, *ports[:1]),)
+            self._addresses = (f"{names.LOCALHOST}:{self.ports[0]}",)
             if ports[1:]:
                 self.open(ports[1])
         except OSError as error:
@@ -156,37 +145,37 @@ class Agents:
         self.is_open = True
         shown = host
         if host in ("0.0.0.0", "::"):
-            own = own_addresses(options.network_interface)
-            shown = next((address for address in own if host == "::" or ":" not in address), LOCALHOST)
-        command = f"elasticrun agent --join {host_port(shown, port)} --token-file {options.token_file}"
+            own = names.own_addresses(options.network_interface)
+            shown = next((address for address in own if host == "::" or ":" not in address), names.LOCALHOST)
+        command = f"elasticrun agent --join {names.host_port(shown, port)} --token-file {options.token_file}"
         self._log(f"waiting for agents: run {command} on each host")
 
     def open(self, port: int = 0) -> None:
         """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
-        port = self._server.listen(any_address(), port)
+        port = self._server.listen(names.any_address(), port)
         self.ports = (self.ports[0], port)
-        own = own_addresses(self._spec.options.network_interface)
+        own = names.own_addresses(self._spec.options.network_interface)
         of_ipv4 = sum(":" not in address for address in own) or len(own)
-        addresses = (*own[:of_ipv4], LOCALHOST, *own[of_ipv4:])  # loopback is for hosts that are this machine
-        self._addresses = tuple(host_port(address, port) for address in addresses)
+        addresses = (*own[:of_ipv4], names.LOCALHOST, *own[of_ipv4:])  # loopback is for hosts that are this machine
+        self._addresses = tuple(names.host_port(address, port) for address in addresses)
         self.is_open = True
 
     @property
     def places(self) -> tuple[str, ...]:
         """Where other hosts reach this driver. The addresses of this machine are looked up again after a second."""
         if _now() > self._found_at[0] + _ADDRESSES_KEPT_S:
-            self._found_at = _now(), own_addresses()
+            self._found_at = _now(), names.own_addresses()
         port = split_address(self._spec.options.listen)[1] if self._spec.options.listen else 0
         ports = [port] if port else self.ports[1:]
-        return tuple(host_port(address, port) for address in self._found_at[1] for port in ports)
+        return tuple(names.host_port(address, port) for address in self._found_at[1] for port in ports)
 
     async def learn_own_address(self, hosts: Sequence[str]) -> None:
         """Find the address at which these hosts reach this one, for its workers: it may have several."""
-        if self.is_open and not self._dial_in and any(map(is_this_machine, hosts)):
+        if self.is_open and not self._dial_in and any(map(names.is_this_machine, hosts)):
             try:
-                found = await asyncio.wait_for(in_thread(address_towards, hosts), _RESOLVER_TIMEOUT_S)
+                found = await asyncio.wait_for(in_thread(names.address_towards, hosts), _RESOLVER_TIMEOUT_S)
             except TimeoutError:  # ssh will report the names
-                found = outward_address()
+                found = names.outward_address()
             self._own_address = found
 
     @property
@@ -224,11 +213,11 @@ class Agents:
         """Return why no agent can be started on a host, or ""."""
         if self._dial_in:
             return ""
-        if self._spec.options.standbys is not None and is_of_each_machine(host):
+        if self._spec.options.standbys is not None and names.is_of_each_machine(host):
             return f"host {host!r} is another machine on each host, which --standbys does not allow"
         if reason := self._launchers.refuse(host):
             return reason
-        if is_this_machine(host) or self.is_open or not self._started:
+        if names.is_this_machine(host) or self.is_open or not self._started:
             return ""
         return (
             f"host {host!r} is another machine, but all hosts of the job were this machine when the job started. Its "
@@ -270,7 +259,7 @@ class Agents:
     def _local_address(self, host: str, here: bool) -> str:
         """Return the address at which the other hosts reach this host; "": that of its agent's connection."""
         if not self.is_open:
-            return address_of(host)
+            return names.address_of(host)
         return self._own_address if here else ""
 
     def expect(self, hosts: Iterable[str]) -> None:
@@ -278,7 +267,7 @@ class Agents:
         options = self._spec.options
         for host in hosts:
             self._started += 1
-            if not is_this_machine(host) or options.listen is not None:
+            if not names.is_this_machine(host) or options.listen is not None:
                 continue
             pid, socket = commit_directory.agent_on(options.commit_dir, self._spec.job_id, host)
             try:
@@ -317,7 +306,7 @@ class Agents:
         if agent is not None:
             self._lose(agent, reason)
         else:
-            self._post(t.AgentLost(host, reason, may_live=not is_this_machine(host)))
+            self._post(t.AgentLost(host, reason, may_live=not names.is_this_machine(host)))
 
     def check(self) -> None:
         """Raise an unexpected error of a background task."""
@@ -397,9 +386,9 @@ class Agents:
     def candidates(self) -> list[Candidate]:
         """Return the agents that can keep the job's record. Those of this machine count as one host."""
         for host in self._agents.keys() - self._own_hosts.keys():
-            self._own_hosts[host] = is_this_machine(host)
+            self._own_hosts[host] = names.is_this_machine(host)
         return [
-            Candidate(agent.id, LOCALHOST if self._own_hosts[agent.host] else agent.host, agent.rack)
+            Candidate(agent.id, names.LOCALHOST if self._own_hosts[agent.host] else agent.host, agent.rack)
             for agent in self._agents.values()
             if agent.stream is not None and agent.has_reported and not agent.is_stopping and agent.id
         ]

@@ -23,15 +23,7 @@ from elasticstate.core.step import Membership
 from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
 from elasticstate.driver.job import JobState, Journal
 from elasticstate.durable.stored_copies import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED, copy_name
-from elasticstate.net.messages import (
-    CompleteDurable,
-    DropDurable,
-    DurableFailed,
-    DurablePart,
-    DurableSaved,
-    SaveDurable,
-    ToAgent,
-)
+from elasticstate.net import messages
 from elasticstate.options import Options
 
 # --------------------------------------------------------------------------------------------------------- durable plan
@@ -48,7 +40,7 @@ _PACE_S = 1.0
 class CopyPlan:
     """Parts of a copy, by the host that saves them."""
 
-    parts: dict[str, tuple[DurablePart, ...]]
+    parts: dict[str, tuple[messages.DurablePart, ...]]
     total: int
     first: CommitId | None = None  # the first commit from this one on is saved; None: the newest one
 
@@ -112,7 +104,7 @@ def plan_last(m: Membership) -> CopyPlan | None:
 
 
 def _plan_of_one(slot: SlotId | None, commit: CommitId | None = None) -> CopyPlan | None:
-    return CopyPlan({slot.host: (DurablePart(slot, 1, 0),)}, 1, commit) if slot is not None else None
+    return CopyPlan({slot.host: (messages.DurablePart(slot, 1, 0),)}, 1, commit) if slot is not None else None
 
 
 def _plan_of_equal(m: Membership) -> CopyPlan | None:
@@ -137,11 +129,11 @@ def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> CopyPlan | N
     for source in sources:
         copies.setdefault(source.digest, []).append(source.copy)
     load: Counter[str] = Counter()
-    parts: dict[str, list[DurablePart]] = {}
+    parts: dict[str, list[messages.DurablePart]] = {}
     for number, (digest, same) in enumerate(copies.items(), start=1):
         copy = min(same, key=lambda copy: load[copy.host])
         load[copy.host] += 1
-        parts.setdefault(copy.host, []).append(DurablePart(copy.slot, number, digest))
+        parts.setdefault(copy.host, []).append(messages.DurablePart(copy.slot, number, digest))
     return CopyPlan({host: tuple(found) for host, found in parts.items()}, len(copies), first) if parts else None
 
 
@@ -236,7 +228,7 @@ class DurableCopies:
     """Durable copies of a job. ``send`` sends a message to the agent of a host."""
 
     def __init__(
-        self, options: Options, state: JobState, journal: Journal, send: Callable[[str, ToAgent], None]
+        self, options: Options, state: JobState, journal: Journal, send: Callable[[str, messages.ToAgent], None]
     ) -> None:
         self._options = options
         self._state = state
@@ -350,7 +342,7 @@ class DurableCopies:
         self._answered.clear()
         saved = self._state.durable.newest
         for host, parts in plan.parts.items():
-            order = SaveDurable(folder, parts, plan.total, self._world_size, plan.first, self._earlier, saved)
+            order = messages.SaveDurable(folder, parts, plan.total, self._world_size, plan.first, self._earlier, saved)
             self._send(host, order)
 
     @property
@@ -360,7 +352,7 @@ class DurableCopies:
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def saved(self, host: str, message: DurableSaved) -> bool:
+    def saved(self, host: str, message: messages.DurableSaved) -> bool:
         """Handle the success of an order. Return True if the copy is complete, False if only parts of it are saved."""
         attempt = self._answered_by(host, message.folder)
         if attempt is None:
@@ -377,11 +369,13 @@ class DurableCopies:
             return True
         elif not attempt.hosts:
             attempt.hosts, attempt.is_one_order = {host}, True
-            order = CompleteDurable(attempt.folder, message.commit, attempt.total, self._world_size, self._earlier)
+            order = messages.CompleteDurable(
+                attempt.folder, message.commit, attempt.total, self._world_size, self._earlier
+            )
             self._send(host, order)
         return False
 
-    def _complete(self, host: str, message: DurableSaved) -> None:
+    def _complete(self, host: str, message: messages.DurableSaved) -> None:
         figures = self._state.durable
         figures.saved += 1
         figures.newest, figures.newest_at, figures.newest_bytes = message.commit, self._began_at, message.bytes
@@ -404,7 +398,7 @@ class DurableCopies:
         if message.warning:
             self._journal.agent_warning(host, f"--durable-dir: {message.warning}")
 
-    def failed(self, host: str, message: DurableFailed) -> None:
+    def failed(self, host: str, message: messages.DurableFailed) -> None:
         """Handle the failure of an attempt: try again later."""
         attempt = self._answered_by(host, message.folder)
         if attempt is None:
@@ -435,7 +429,7 @@ class DurableCopies:
     def _end_attempt(self, attempt: _Attempt, failure: _Failure | None = None) -> None:
         """End an attempt. Agents that still save parts of it are to stop."""
         for host in sorted(attempt.hosts):
-            self._send(host, DropDurable(attempt.folder))
+            self._send(host, messages.DropDurable(attempt.folder))
         self._attempt, self._failure = None, failure
         self._answered.set()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.host_storage import HostStorage, StorageAllocator, grow, rounded_up
-from elasticstate.commits import CommitDirectory, buffer_file
+from elasticstate.agent.host_storage import HostStorage, StorageAllocator, rounded_up
+from elasticstate.commits import CommitDirectory, buffer_file, grow
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticstate.agent.host_storage import HostStorage, grow
-from elasticstate.commits import CommitDirectory, buffer_file
+from elasticstate.agent.host_storage import HostStorage
+from elasticstate.commits import CommitDirectory, buffer_file, grow
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net.link import Given
