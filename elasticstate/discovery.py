@@ -1,10 +1,7 @@
 """Where the hosts of a job come from: host sources, and their answers over time.
 
-A host source is a subclass of :class:`HostSource` with a name. ``--discovery`` chooses one by its name; without the
-option, :func:`source_name` does. A package adds its own by an entry point in the group ``elasticstate.discovery``::
-
-    [project.entry-points."elasticstate.discovery"]
-    mycloud = "mypackage.hosts:MyCloudHosts"
+A host source is a subclass of :class:`HostSource` with a name, which ``--discovery`` chooses, else :func:`source_name`.
+Packages add their own by entry points (docs/guides/hosts.md).
 
 The driver asks a source again and again. A bad answer changes nothing: if a script fails, takes too long or prints
 invalid lines, its last answer stays valid, with one warning for each kind of fault. Only the first answer must be good.

@@ -1,10 +1,8 @@
 """Jobs in pods of Kubernetes: agents dial in from their pods, and the driver watches these pods.
 
-``elasticrun --listen 0.0.0.0:7000 --token-file F --pod-selector app=elastic-agents -np 2 train.py`` in a pod whose
-service account may list and watch pods. docs/guides/kubernetes.md describes it, and deploy/kubernetes/ has the
-manifests.
-
-A thread lists the present pods of the label selector, and then watches them.
+See docs/guides/kubernetes.md. A thread lists the present pods of the label selector, and then watches them. The API
+server ends each watch after some time, and the next one continues from the last version that this one has seen. A
+version that is too old (410 Gone), and any other error, makes the thread list the pods again.
 """
 
 from __future__ import annotations
@@ -22,10 +20,6 @@ from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
 from elasticstate.options import Options
 from elasticstate.threads import in_thread
-
-# The API server ends each watch after some time, and the next one continues from the last version that this one has
-# seen. A version that is too old (410 Gone), and any other error, makes the thread list the pods again.
-
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _WATCH_S = 60  # longest duration of one watch

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -85,8 +85,8 @@ def launch(
         job = chosen.job_name or f"job-{secrets.token_hex(3)}"
         chosen = dataclasses.replace(chosen, job_name=job, call_directory=directory)
         write_file(opened, "options", msgspec.json.encode(chosen))
-        with _Output(chosen.stop_timeout_s) as output:
-            status = _supervise([sys.executable, "-m", "elasticstate", "--launched", directory], job, output)
+        with _output(chosen.stop_timeout_s) as output:
+            status = _supervise([sys.executable, "-m", "elasticstate", "--launched", directory], job, *output)
         return _results(opened, status)
     finally:
         os.close(opened)
@@ -148,16 +148,14 @@ def _texts(given: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield field, str(value)
 
 
-def _supervise(command: list[str], job: str, output: _Output) -> int:
+def _supervise(command: list[str], job: str, stdout: int | None, stderr: int | None) -> int:
     """Run elasticrun; return its exit status. If it is killed, start another one, which reattaches to the workers.
 
     Raises KeyboardInterrupt after Ctrl-C, when all processes have ended.
     """
     for _ in range(_MOST_DRIVERS):
         # This process holds the other end of stdin: the kernel closes it when this process ends, even by SIGKILL.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output.stdout, stderr=output.stderr, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True)
         assert process.stdin is not None
         with process.stdin:
             interrupted = _wait(process)
@@ -182,41 +180,35 @@ def _wait(process: subprocess.Popen[bytes]) -> bool:
     return interrupted
 
 
-class _Output:
-    """Stdout and stderr of elasticrun and its agents: those of this process, or pipes to Python's own streams.
+@contextmanager
+def _output(end_timeout_s: float) -> Iterator[tuple[int | None, int | None]]:
+    """Yield stdout and stderr of elasticrun and its agents: None for those of this process, or pipes to Python's own
+    streams, if ``sys.stdout`` or ``sys.stderr`` is another stream, for example that of a notebook.
 
-    Pipes are needed if ``sys.stdout`` or ``sys.stderr`` is another stream, for example that of a notebook. All drivers
-    of a job get the same descriptors, because agents outlive a driver.
+    All drivers of a job get the same descriptors, because agents outlive a driver. ``end_timeout_s``: seconds to wait
+    at the end for processes that still hold the output.
     """
+    pumps: list[threading.Thread] = []
+    ends: list[int] = []
 
-    def __init__(self, end_timeout_s: float) -> None:
-        """``end_timeout_s``: seconds to wait at the end for processes that still hold the output."""
-        self._end_timeout_s = end_timeout_s
-
-    def __enter__(self) -> _Output:
-        self._pumps: list[threading.Thread] = []
-        self._ends: list[int] = []
-        self.stdout = self._end_of(sys.stdout, 1)
-        self.stderr = self._end_of(sys.stderr, 2)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for end in self._ends:
-            os.close(end)
-        for pump in self._pumps:
-            pump.join(self._end_timeout_s)
-
-    def _end_of(self, stream: Any, fd: int) -> int | None:
-        """Return a descriptor to write to; None for the inherited one."""
+    def end_of(stream: Any, fd: int) -> int | None:
         if _is_descriptor(stream, fd):
             return None
         if stream is None:  # a program without a terminal
             return subprocess.DEVNULL
         source, sink = os.pipe()
-        self._ends.append(sink)
-        self._pumps.append(threading.Thread(target=_pump, args=(source, stream), daemon=True))
-        self._pumps[-1].start()
+        ends.append(sink)
+        pumps.append(threading.Thread(target=_pump, args=(source, stream), daemon=True))
+        pumps[-1].start()
         return sink
+
+    try:
+        yield end_of(sys.stdout, 1), end_of(sys.stderr, 2)
+    finally:
+        for end in ends:
+            os.close(end)
+        for pump in pumps:
+            pump.join(end_timeout_s)
 
 
 def _is_descriptor(stream: Any, fd: int) -> bool:

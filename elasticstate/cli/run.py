@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import shutil
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
+from elasticstate.net.names import LOCALHOST, address_on, is_of_each_machine, is_this_machine
 from elasticstate.options import CONNECT_TIMEOUT_S, Options, passed_on, read_options_to_check
 from elasticstate.options.kinds import parse_host
 from elasticstate.options.reading import value_of
@@ -44,8 +54,6 @@ def _check(texts: Mapping[str, str | None]) -> int:
 def _run(options: Options, must_reattach: bool = False, elected: Elected | None = None) -> int:
     from elasticstate.driver.screen import screen_for
     from elasticstate.launchers import early_agent
-    from elasticstate.launchers.stdin import stdin_for, with_debugger
-    from elasticstate.net.names import LOCALHOST, address_on, is_of_each_machine
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()
@@ -63,10 +71,82 @@ def _run(options: Options, must_reattach: bool = False, elected: Elected | None 
         return _drive(options, must_reattach, screen, elected)
 
 
+# ---------------------------------------------------------------------------------------------------------------- stdin
+# Stdin of elasticrun, which one worker gets: with ``--debug-rank`` the worker of this rank, else a single worker.
+#
+# The worker reads the terminal itself. It may, although elasticrun is in the foreground: a process of another session
+# has no job control at this terminal, so it is never stopped by SIGTTIN (n_tty.c of Linux, ``job_control()``). So it
+# must not get the terminal while a shell reads that.
+
+
+_REMEDY = "Run elasticrun in the foreground of a terminal, or call debugpy.listen() in the script and attach an editor."
+
+
+def with_debugger(options: Options) -> Options:
+    """Return the options of a job in which a worker may be debugged; unchanged if none gets stdin. Raises OptionError.
+
+    Raises OptionError if ``--debug-rank`` is given, and stdin has nothing to read.
+    """
+    is_asked_for = options.debug_rank is not None
+    if options.call_directory is not None or not (is_asked_for or _has_one_worker_here(options)):
+        return options
+    if reason := _why_unusable():
+        if is_asked_for:
+            raise OptionError(f"--debug-rank: {options.debug_rank}: {reason}. {_REMEDY}")
+        return options
+    if is_asked_for or os.isatty(0):
+        options = options.for_debugger(is_asked_for)
+    return options if is_asked_for else replace(options, debug_rank=0)
+
+
+@contextmanager
+def stdin_for(options: Options) -> Iterator[int | None]:
+    """Yield a descriptor of stdin for a worker; None if no worker gets it. At the end, set the terminal as it was.
+
+    A debugger that is killed leaves a terminal without echo, or without lines.
+    """
+    if options.debug_rank is None or _why_unusable():  # the latter: of a new driver
+        yield None
+        return
+    stdin, modes = os.dup(0), termios.tcgetattr(0) if os.isatty(0) else None
+    try:
+        yield stdin
+    finally:
+        os.close(stdin)
+        if modes is not None and _is_in_foreground():
+            with suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(0, termios.TCSANOW, modes)  # does not wait for a terminal that is not read
+
+
+def _has_one_worker_here(options: Options) -> bool:
+    is_listed = not (options.hostfile or options.host_discovery_script or options.listen)
+    is_local = options.discovery in (None, "list") and options.launcher in (None, "local")
+    hosts = (parse_host(text, 1).name for text in options.hosts)
+    return options.has_one_worker and is_listed and is_local and all(map(is_this_machine, hosts))
+
+
+def _why_unusable() -> str:
+    """Return why no worker can read stdin, as a clause; "" if one can."""
+    if sys.stdin is None:
+        return "stdin is closed"
+    if os.path.samestat(os.fstat(0), os.stat(os.devnull)):
+        return "stdin is /dev/null"
+    return "" if not os.isatty(0) or _is_in_foreground() else "elasticrun is in the background of its terminal"
+
+
+def _is_in_foreground() -> bool:
+    """Return False while the terminal belongs to another process group, such as that of the shell."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # the terminal of another session, which has no job control for this process
+        return True
+
+
+# -------------------------------------------------------------------------------------------------------- the driver
+
+
 def _require_text(options: Options, variables: Iterable[tuple[str, str]]) -> None:
     """Raise OptionError for bytes that are no UTF-8, in what other hosts and the job's record get."""
-    import os
-
     found = {
         "the command": options.command,
         "the present directory": [os.getcwd()],
@@ -102,12 +182,6 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None, elected
 
 def _launched(directory: str) -> int:
     """Run the driver of a job of ``launch()``, whose caller holds the other end of stdin."""
-    import os
-    import shutil
-    import signal
-    import threading
-    from pathlib import Path
-
     import msgspec
 
     from elasticstate.private import open_directory, write_file
@@ -145,9 +219,6 @@ def _reattach(argv: Sequence[str]) -> int:
             f"--reattach: {' '.join(rest)!r}: must not be given. A job keeps the command and the options that it was "
             "started with; on another machine, give --listen and --token-file."
         )
-    import os
-    from dataclasses import replace
-
     from elasticstate.driver.record import find_job
 
     record = find_job(given.reattach)
@@ -171,8 +242,6 @@ def _reattach(argv: Sequence[str]) -> int:
 def _reattach_elsewhere(job: str, listen: str, token_file: str) -> int:
     """Run a new driver for a job whose record is kept by agents, which dial the address ``listen``."""
     import asyncio
-    from dataclasses import replace
-    from pathlib import Path
 
     from elasticstate.driver.election import elect
     from elasticstate.driver.votes import ReplacedError
@@ -199,8 +268,6 @@ def _stand_by() -> int:
     """Wait until the agents of this job have lost its driver, and continue the job; or end with the agent of this host,
     which holds the other end of stdin."""
     import asyncio
-    import os
-    import sys
 
     import msgspec
 
@@ -224,8 +291,6 @@ def _stand_by() -> int:
 
 def _enter(directory: str) -> None:
     """Continue in the directory in which the job was started, if this host has it."""
-    import os
-
     try:
         os.chdir(directory)
     except OSError as error:

@@ -1,12 +1,8 @@
 """Launchers: how the agent of a host is started.
 
 A launcher is a subclass of :class:`Launcher` with a name. ``--launcher`` chooses one for all hosts; without the option,
-:class:`HostLaunchers` does. A package adds its own by an entry point in the group ``elasticstate.launchers``::
-
-    [project.entry-points."elasticstate.launchers"]
-    mycloud = "mypackage.hosts:MyCloudLauncher"
-
-Most launchers need only a command that runs another command on a host: see launchers/command.py.
+:class:`HostLaunchers` does. Packages add their own by entry points (docs/guides/hosts.md). Most launchers need only a
+command that runs another command on a host: see launchers/command.py.
 """
 
 from __future__ import annotations
