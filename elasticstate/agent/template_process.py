@@ -57,16 +57,9 @@ def start_command(
     pass_fds: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a new process that ends with this one. Raises OSError if that fails."""
+    numbers = str(os.getpid()), str(processes.descriptors_given())
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-I",
-            "-S",
-            exec_shim.__file__,
-            str(os.getpid()),
-            str(processes.descriptors_given()),
-            *command,
-        ],
+        [sys.executable, "-I", "-S", exec_shim.__file__, *numbers, *command],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

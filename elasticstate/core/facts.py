@@ -268,11 +268,8 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
     if isinstance(d.phase, Finishing):
         return  # the worker's exit decides
     if d.breaks(worker):
-        d.broken.append(
-            Failure(
-                d.root_cause(worker, f"{worker.id} is unresponsive: {event.reason}{health.hang_text(d, worker)}"), "own"
-            )
-        )
+        reason = f"{worker.id} is unresponsive: {event.reason}{health.hang_text(d, worker)}"
+        d.broken.append(Failure(d.root_cause(worker, reason), "own"))
     d.put(worker, gone="failed", ready=None)
 
 

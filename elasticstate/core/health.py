@@ -14,7 +14,6 @@ from math import inf
 from operator import attrgetter
 from statistics import median
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticstate.core import event_file, types as t
@@ -176,26 +175,20 @@ _KEPT = 15  # times of ticks
 _SHOWN = 8  # different lines of code
 
 
-class Where(Struct, frozen=True):
-    """The answers of the members of a standstill."""
-
-    found: Finding
-    lines: Mapping[int, str]  # by rank: the line of code of the main thread
-
-    def text(self) -> str:
-        """Return ``rank 0 is at train.py:14 in train; ranks 1, 2 are at ...``, and the collective if there is one."""
-        ranks: dict[str, list[int]] = {}
-        for rank, line in sorted(self.lines.items()):
-            ranks.setdefault(line or "an unknown line", []).append(rank)
-        parts = [
-            f"{ranks_text(those)} {'is' if len(those) == 1 else 'are'} at {line}"
-            for line, those in list(ranks.items())[:_SHOWN]
-        ]
-        if self.found.silent:
-            parts.append(f"no answer from {ranks_text(self.found.silent)} (stopped, or in code that holds the GIL)")
-        if self.found.mixture or (self.found.collective is not None and self.found.missing):
-            parts.append(replace_dataclass(self.found, silent=()).text())
-        return "; ".join(parts)
+def _where_text(found: Finding, reports: Mapping[int, CollectivesReport]) -> str:
+    """Return ``rank 0 is at train.py:14 in train; ranks 1, 2 are at ...``, and the collective if there is one."""
+    ranks: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        ranks.setdefault(report.line or "an unknown line", []).append(rank)
+    parts = [
+        f"{ranks_text(those)} {'is' if len(those) == 1 else 'are'} at {line}"
+        for line, those in list(ranks.items())[:_SHOWN]
+    ]
+    if found.silent:
+        parts.append(f"no answer from {ranks_text(found.silent)} (stopped, or in code that holds the GIL)")
+    if found.mixture or (found.collective is not None and found.missing):
+        parts.append(replace_dataclass(found, silent=()).text())
+    return "; ".join(parts)
 
 
 def check_ticks(d: Draft, members: Sequence[Worker]) -> None:
@@ -306,11 +299,10 @@ def _report(d: Draft, standstill: Standstill, members: Sequence[Worker]) -> Stan
     reports = standstill.reports
     silent = tuple(sorted(m.rank for m in members if m.rank is not None and m.rank not in reports))
     found = compare(reports, silent) if reports else Finding(None, (), (), silent)
-    where = Where(found, {rank: report.line for rank, report in reports.items()})
     call = found.collective if found.missing else None
     shown = {rank for rank in reports if rank in found.missing}
     shown.update({report.line: rank for rank, report in sorted(reports.items(), reverse=True)}.values())
-    text = where.text()
+    text = _where_text(found, reports)
     d.note(
         event_file.NoTick,
         seconds=round(d.now - standstill.since, 3),

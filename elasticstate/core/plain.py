@@ -190,12 +190,9 @@ def _await_exits(d: Draft, present: Round) -> bool:
 def _end_if_due(d: Draft, present: Round) -> bool:
     """End the round if a worker has failed, or if the members must change. Return True if the round ends."""
     if d.broken:
-        failure = running.first_cause(d.broken)
-        if (
-            present.failure is not None
-            and running.earlier(present.failure.cause, failure.cause) is present.failure.cause
-        ):
-            failure = present.failure
+        failure, known = running.first_cause(d.broken), present.failure
+        if known is not None and running.earlier(known.cause, failure.cause) is known.cause:
+            failure = known
         ends_at = d.now if _is_plain(d) or not failure.own_error else max(d.now, d.ledger.quiet_until)
         present = replace(present, failure=failure, ends_at=min(present.ends_at, ends_at))
         d.update_ledger(round=present)

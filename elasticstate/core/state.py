@@ -10,25 +10,11 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elasticstate.core import types as t
 from elasticstate.core.event_file import CommonFields, Waiting as WaitingNote, Warning, WorkerFields, name_of
 from elasticstate.core.figures import Losses, Origin, TimeAccount
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.policy import Policy
-from elasticstate.core.types import (
-    CallReport,
-    CollectivesReport,
-    DigestAnswer,
-    DigestQuestion,
-    Effect,
-    Hang,
-    Note,
-    Place,
-    Placement,
-    Ready,
-    RootCause,
-    Shards,
-    World,
-)
 
 NEWCOMER = 1 << 62
 """Age of a worker that was not in the last world: younger than every survivor."""
@@ -59,7 +45,7 @@ class Failure:
     """Unplanned end of a generation. ``kind`` own: a worker ended by itself on a living host; link: two hosts cannot
     reach each other; reported: a worker reported the generation as broken, and no cause is known (yet)."""
 
-    cause: RootCause
+    cause: t.RootCause
     kind: FailureKind
     own_error: bool = False  # an exit with a code other than 0, without a signal; of plain workers also a crash
     hang: bool = False  # no tick for --hang-timeout
@@ -169,7 +155,7 @@ class Round(Struct, frozen=True, gc=False):
     A round lasts until all of its workers have ended. If the command turns out to use ``run``, there is no round.
     """
 
-    members: tuple[Placement, ...]
+    members: tuple[t.Placement, ...]
     since: float
     failure: Failure | None = None  # the first failure of a member
     ends_at: float = inf  # after the failure, other workers may fail in the same way until this time
@@ -184,7 +170,7 @@ class Standstill(Struct, frozen=True, gc=False):
     since: float  # when the last member moved: ended a tick, began to train, or reported progress
     ticks: int  # completed before it
     asked_at: float  # when the members were asked where they are
-    reports: Mapping[int, CollectivesReport] = {}  # by rank, until the report is complete
+    reports: Mapping[int, t.CollectivesReport] = {}  # by rank, until the report is complete
     text: str = ""  # where the members are; "": not reported yet
 
 
@@ -219,8 +205,8 @@ class ValueSearch(Struct, frozen=True, gc=False):
     workers: tuple[WorkerId, WorkerId]
     start: int  # the tick after which the commits may differ
     tick: int  # at which they differ
-    question: DigestQuestion = DigestQuestion()
-    answers: Mapping[WorkerId, DigestAnswer] = {}
+    question: t.DigestQuestion = t.DigestQuestion()
+    answers: Mapping[WorkerId, t.DigestAnswer] = {}
 
 
 class Digests(Struct, frozen=True, gc=False):
@@ -278,14 +264,14 @@ class Slot(Struct, frozen=True, gc=False):
     not_before: float = -inf
     gives_way_at: float = -inf  # earlier than not_before: when the job would be below min_np without this slot
     finished: bool = False  # its worker exited with 0 before any worker was READY: the command does not use ``run``
-    failure: RootCause | None = None  # the first of the row
+    failure: t.RootCause | None = None  # the first of the row
     retained: CommitId | None = None  # the newest commit in its storage, as last reported; it outlives the workers
     previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
     damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say
     age: int = NEWCOMER  # of its next worker in the next world: that of a replaced one, whose rank it takes
     digests: tuple[tuple[CommitId, int], ...] = ()  # of its last commits, with --divergence restore
-    misfit: RootCause | None = None  # why its last process could not load the state of the job (waiting.py)
+    misfit: t.RootCause | None = None  # why its last process could not load the state of the job (waiting.py)
     barred: bool = False  # no worker is started here any more: it could not load the state of the job
 
 
@@ -302,11 +288,11 @@ class Worker(Struct, frozen=True, gc=False):
     first_joined: int = 0  # the oldest such generation
     rank: int | None = None  # in the world of ``joined``
     age: int = NEWCOMER
-    ready: Ready | None = None
+    ready: t.Ready | None = None
     ready_at: float = inf
     late: bool = False
     reported_at: float = -inf
-    place: Place = Place.BOOT
+    place: t.Place = t.Place.BOOT
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
     moved_at: float = -inf  # when the worker last ended a tick, changed its place, or reported progress
@@ -325,7 +311,7 @@ class Worker(Struct, frozen=True, gc=False):
     suspect_at: float | None = None
     suspect_error: str = ""
     confirmed_at: float | None = None  # verdict OWN
-    call: CallReport | None = None  # its newest collective call
+    call: t.CallReport | None = None  # its newest collective call
     waits_since: float = inf  # when the worker began to wait in that call; inf: the worker does not wait there
     pace: tuple[tuple[int, int], ...] = ()  # the last points of its own time in the present world; see types.Stamp
     digests: tuple[tuple[int, int, int], ...] = ()  # the last ones in the present world; see types.CommitDigests
@@ -368,13 +354,13 @@ class Ledger(Struct, frozen=True, gc=False):
     durable: CommitId | None = None  # in the newest durable copy, as far as this driver knows
     next_age: int = 0
     no_progress: int = 0  # failed generations in a row without a commit
-    no_progress_cause: RootCause | None = None  # the first failure of this row
+    no_progress_cause: t.RootCause | None = None  # the first failure of this row
     resets: int = 0  # ends of worlds that count towards --reset-limit
     settled: int = 0  # the newest generation whose end was counted
     own_errors: int = 0  # members of the present generation that ended by an error of their own
-    own_error: RootCause | None = None  # the first of these errors
-    hang: Hang | None = None  # the last generation that hung
-    outage: RootCause | None = None  # the first failure since the last completed tick
+    own_error: t.RootCause | None = None  # the first of these errors
+    hang: t.Hang | None = None  # the last generation that hung
+    outage: t.RootCause | None = None  # the first failure since the last completed tick
     planned_at: float = -inf  # when the world of the last planned change was formed
     released_at: float = -inf  # when the last hold failed
     holds: int = 0  # the number of the last hold
@@ -410,12 +396,12 @@ class Membership:
     hosts: Mapping[str, Host]
     slots: Mapping[SlotId, Slot]
     workers: Mapping[WorkerId, Worker]
-    world: World | None  # the newest one published
+    world: t.World | None  # the newest one published
     ledger: Ledger
     deadlines: Mapping[str, float]  # by name: the times at which TimePassed may change something, all in the future
     count: Count  # of the living workers
     living: Mapping[str, int]  # how many workers live on a host
-    shards: Shards
+    shards: t.Shards
 
     @property
     def generation(self) -> int:
@@ -457,7 +443,7 @@ class Draft:
         self.world = m.world
         self.ledger = m.ledger
         self.now = now
-        self.effects: list[Effect] = []
+        self.effects: list[t.Effect] = []
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
         self.stopped_by = ""  # what stops the job in this step
@@ -466,7 +452,7 @@ class Draft:
         self.living = dict(m.living)
         self.shards = m.shards
         self._slot_ids: dict[str, set[int]] = {}
-        self._members: tuple[World | None, list[Worker]] | None = None  # of this world, until a worker changes
+        self._members: tuple[t.World | None, list[Worker]] | None = None  # of this world, until a worker changes
         self._by_discovery: list[Host] | None = None  # until a host changes
 
     def freeze(self, deadlines: Mapping[str, float]) -> Membership:
@@ -495,7 +481,7 @@ class Draft:
 
     def note(self, event: Callable[P, CommonFields], /, *args: P.args, **values: P.kwargs) -> None:
         """Write an event of the event file."""
-        self.effects.append(Note(name_of(event), (("generation", self.generation), *values.items())))
+        self.effects.append(t.Note(name_of(event), (("generation", self.generation), *values.items())))
 
     def note_waiting(self, what: str, who: str, remedy: str = "") -> None:
         """Write what the job waits for, who is missing, and what may help."""
@@ -581,9 +567,9 @@ class Draft:
     def ready_workers(self) -> Iterator[Worker]:
         return (w for w in self.workers.values() if w.ready is not None and not w.gone)
 
-    def root_cause(self, worker: Worker, reason: str, error: str = "") -> RootCause:
+    def root_cause(self, worker: Worker, reason: str, error: str = "") -> t.RootCause:
         """Return a root cause with ``reason`` and the known facts about ``worker``."""
-        return RootCause(reason, worker.id, worker.rank, worker.joined, error=error)
+        return t.RootCause(reason, worker.id, worker.rank, worker.joined, error=error)
 
     def breaks(self, worker: Worker) -> bool:
         """Return True if the end of this worker breaks the present generation."""

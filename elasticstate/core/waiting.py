@@ -130,9 +130,8 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     if not enough:
         _await_retained(d, None)
         if d.generation and (misfit := of_all_free_slots(d)) is not None:
-            running.fail_job(
-                d, f"{policy.fewest_text(d.generation)}, and no new process can load the state of the job", misfit
-            )
+            reason = f"{policy.fewest_text(d.generation)}, and no new process can load the state of the job"
+            running.fail_job(d, reason, misfit)
             return
     d.reason = f"{number_of(len(stay), 'worker')} ready, {policy.fewest_text(d.generation)}"
     if enough and d.now >= _window_end(d, stay) and form(d):

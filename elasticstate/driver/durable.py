@@ -369,10 +369,8 @@ class DurableCopies:
             return True
         elif not attempt.hosts:
             attempt.hosts, attempt.is_one_order = {host}, True
-            order = messages.CompleteDurable(
-                attempt.folder, message.commit, attempt.total, self._world_size, self._earlier
-            )
-            self._send(host, order)
+            order = (attempt.folder, message.commit, attempt.total, self._world_size, self._earlier)
+            self._send(host, messages.CompleteDurable(*order))
         return False
 
     def _complete(self, host: str, message: messages.DurableSaved) -> None:

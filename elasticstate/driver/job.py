@@ -260,6 +260,7 @@ class Journal:
         self._agents: dict[str, int | None] = {}  # process ids, by host
         self._workers: dict[str, int] = {}  # process ids, by the names of workers in the event file
         self._exits: dict[str, WorkerExited] = {}  # of workers whose exit the core has not reported yet
+        self._warned: set[str] = set()  # warnings of agents that were written
 
     def agent_joined(self, host: str, pid: int | None) -> None:
         self._agents[host] = pid
@@ -291,5 +292,7 @@ class Journal:
         self.event(event_file.Warning, text=text)
 
     def agent_warning(self, host: str, text: str) -> None:
-        """Write a warning of an agent, unless another agent has sent the same one."""
-        self._report.warn_once(host, text, self._state.membership.generation)
+        """Write a warning of an agent. The same warning on a thousand hosts is logged once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warn(f"host {host}: {text} (logged for the first host only)")

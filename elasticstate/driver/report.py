@@ -70,7 +70,7 @@ class Report:
         self._verbose = verbose
         self._ends: dict[str, str] = {}  # how workers ended unexpectedly, since the last world
         self._expected: set[str] = set()  # workers whose end is no failure
-        self._warned: set[str] = set()  # warnings of agents that were logged
+        self._advised: set[str] = set()  # hints that were logged
         self.failures: list[WorkerFailure] = []  # the first failures of workers
         self._world = ""  # log line of a world in which training has not resumed yet
         self._has_world = False  # a world has been formed
@@ -135,13 +135,6 @@ class Report:
         if has_one_thread_each:
             self.log("OMP_NUM_THREADS is set to 1 for each worker, because several workers may share a machine")
 
-    def warn_once(self, host: str, text: str, generation: int) -> None:
-        """Log a warning of an agent. The same warning on a thousand hosts is logged once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            text = f"host {host}: {text} (logged for the first host only)"
-            self.event("warning", event_file.Warning(generation=generation, text=text))
-
     def event(self, name: str, fields: Fields, at: float | None = None) -> None:
         """Write an event to the event file, and a log line if the event has one.
 
@@ -205,11 +198,11 @@ class Report:
     def _advice(self, f: event_file.WorkerExited) -> list[str]:
         """Return what a new worker of a running job lacks, once: the job goes on, so no root cause says it."""
         found = [
-            hint for hint in (NO_WORLD_HINT, NO_GROUP_HINT) if hint in str(f["error"]) and hint not in self._warned
+            hint for hint in (NO_WORLD_HINT, NO_GROUP_HINT) if hint in str(f["error"]) and hint not in self._advised
         ]
         if not self._has_world:
             return []
-        self._warned.update(found)
+        self._advised.update(found)
         return [f":\n{hint}" for hint in found]
 
     def _world_formed(self, f: event_file.WorldFormed) -> str:

@@ -1,9 +1,7 @@
 """The dashboard of a driver: its HTTP server, open while the driver runs, and its history, kept for the next driver.
 
-Imported only with ``--dashboard``; runs on the driver's event loop.
-
-``GET /`` is the page, without any data of the job. ``GET /events`` and ``GET /output`` are streams of server-sent
-events, whose number is limited. ``POST /drain`` and ``POST /end`` act. Each connection is for one request.
+Imported only with ``--dashboard``; runs on the driver's event loop. ``GET /events`` and ``GET /output`` are streams of
+server-sent events, whose number is limited. ``POST /drain`` and ``POST /end`` act. Each connection is for one request.
 """
 
 from __future__ import annotations
