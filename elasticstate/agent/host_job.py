@@ -106,8 +106,7 @@ class HostJob:
     async def lock_host(self) -> CommitDirectory:
         """Return the commits of this host, with those that exist already, once the job's earlier agent here is gone.
 
-        An earlier agent has ``--heartbeat-timeout`` to end; then it is killed with its workers. If the earlier agent
-        reconnects before that, the driver refuses the new agent, and the new agent does not touch the earlier one.
+        An earlier agent has ``--heartbeat-timeout`` to end, or to reconnect: then the driver refuses this one.
 
         Raises OSError (TimeoutError: the earlier agent did not end).
         """

@@ -247,9 +247,9 @@ def _stamp(handle: WorkerHandle) -> Stamp | None:
 class Lease:
     """The time for which the workers of this host may make ticks without an answer from the driver.
 
-    The term counts from the agent's request, on the agent's own clock. The driver counts from when it has declared this
-    host unreachable. So however late the answer arrives, the driver waits longer than the lease lasts (C. Gray and D.
-    Cheriton, "Leases", SOSP 1989). ``until_ns`` is a time of CLOCK_BOOTTIME; 0: no limit.
+    The term counts from the agent's request, on the agent's own clock: however late the answer arrives, the driver
+    waits longer than the lease lasts (docs/decisions/unreachable-hosts.md). ``until_ns`` is a time of CLOCK_BOOTTIME;
+    0: no limit.
     """
 
     def __init__(self) -> None:
@@ -326,12 +326,8 @@ class Supervisor:
                 self._job.begin(self._kill_with_stacks(handle))
 
     def _hangs(self, handle: WorkerHandle, now: float) -> str:
-        """Return why a worker is considered hung, or "".
-
-        All members of a collective stop when one of them hangs. So the generation is ended first, which gets the others
-        out of the collective. A worker that makes no progress for another ``failure_grace_s`` is the one that
-        hangs.
-        """
+        """Return why a worker is considered hung, or "". The generation is ended first, which gets the others out of
+        their collective: a worker that makes no progress for another ``failure_grace_s`` is the one that hangs."""
         doubt = handle.liveness.doubt(now, self._options.hang_timeout_s)
         if not doubt:
             handle.doubted_at = None

@@ -1,7 +1,7 @@
 """The start of a worker's process: it forks from the agent's template process, or is a new process.
 
-A worker that forks does not import torch, which takes seconds. If the template process cannot serve, or ends, workers
-start as new processes: that costs time, nothing else. A module of --preload with which it cannot serve is left out.
+If the template process cannot serve, or ends, workers start as new processes: that costs time, nothing else. A module
+of --preload with which it cannot serve is left out. See docs/decisions/worker-processes.md.
 """
 
 from __future__ import annotations

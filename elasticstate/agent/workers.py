@@ -28,12 +28,12 @@ from elasticstate.agent.supervisor import Liveness, Supervisor
 from elasticstate.agent.template_process import Child, Template, TemplateError, for_new_process, start_command
 from elasticstate.agent.worker_output import Audience, Pump
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.types import CallReport, PlainPlace
+from elasticstate.core.types import CallReport, PlainPlace, PlainStoreJoined
 from elasticstate.errors import CommitStorageError
 from elasticstate.failures import NO_GROUP_HINT, NO_STDIN_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket, ForkRequest, StandardDescriptors, StoreListener
-from elasticstate.net.messages import STACKS_SIGNAL, STORE_JOINED, NextStore, PlainStoreJoined
+from elasticstate.net.messages import STACKS_SIGNAL, STORE_JOINED, NextStore
 from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.options import WorkerEnvironment, plain_variables
 from elasticstate.processes import CLEANUP_S, catches, ended_child, kill_session, reading, remedy_for

@@ -16,10 +16,8 @@ from elasticstate.core.ids import CommitId
 from elasticstate.core.types import number_of
 
 # --------------------------------------------------------------------------------------------------------- time account
-# Account of a job's time. Wall time = goodput + badput by cause, exactly, for each generation and for the job.
-#
-# At each moment the job is in one activity. A change of the activity adds the elapsed time to the activity that ends.
-# Some facts arrive later than the moment they are about. They move time from one part to another, so the sum stays.
+# Account of a job's time (docs/decisions/figures.md). Wall time = goodput + badput by cause, exactly, for each
+# generation and for the job.
 
 
 Cause = Literal[

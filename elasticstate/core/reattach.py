@@ -1,7 +1,6 @@
 """Reattach: the first state of a driver that replaces a dead driver. The state decides if the present world goes on.
 
-Everything else arrives later as ordinary events: AgentJoined or AgentLost for each host that had an agent, the ends of
-workers, and the messages that living workers have sent in their generation.
+Everything else arrives later as ordinary events, such as AgentJoined or AgentLost for each host that had an agent.
 """
 
 from __future__ import annotations

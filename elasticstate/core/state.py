@@ -416,18 +416,14 @@ class Membership:
                 return "WAITING"
             case Forming():
                 return f"FORMING({self.generation + 1})"
-            case Running():
+            case Running() | Together():
                 return f"RUNNING({self.generation})"
             case Stopping():
                 return f"STOPPING({self.generation})"
             case Finishing():
                 return f"FINISHING({self.generation})"
-            case Together():
-                return f"RUNNING({self.generation})"
-            case Over(succeeded=True):
-                return "FINISHED"
-            case _:
-                return "FAILED"
+            case Over(succeeded):
+                return "FINISHED" if succeeded else "FAILED"
 
 
 class Draft:

@@ -71,11 +71,7 @@ def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> t.Placement
 def choose_keepers(
     d: Draft, placements: Sequence[t.Placement], root: int, lacking: Sequence[int], commits: Sequence[t.CommitId]
 ) -> tuple[int, ...]:
-    """Return the ranks that keep commits; (): all ranks do. ``commits``: by rank.
-
-    A member that stays is a keeper rather than one that drains; a member with the state rather than one that lacks it;
-    a member with an older commit, whose buffers exist, rather than one without; a low slot rather than a high one.
-    """
+    """Return the ranks that keep commits; (): all ranks do. ``commits``: by rank."""
     if not d.policy.one_copy_per_host:
         return ()
     lack = set(lacking)

@@ -525,6 +525,8 @@ class Driver:
             self._handle(host, due)
 
     def _handle(self, host: str, message: messages.FromAgent) -> None:
+        if isinstance(message, messages.Vote | messages.CouldNotStart):
+            return  # agents.py has handled it
         match message:
             case messages.BesidesCore(worker, body):
                 self._besides_core(worker, body)
@@ -566,14 +568,6 @@ class Driver:
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)
-            case (
-                messages.Voter()
-                | messages.Promised()
-                | messages.Accepted()
-                | messages.VoteRefused()
-                | messages.CouldNotStart()
-            ):
-                pass  # agents.py has handled it
             case _:
                 self._queue.post(message)
 

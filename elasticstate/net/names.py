@@ -64,11 +64,8 @@ def is_this_machine(host: str) -> bool:
 
 
 def is_own_host(header: str) -> bool:
-    """Return True if the header Host of a request has an address, or a name of this machine.
-
-    A stranger's name that resolves to this machine makes a browser regard a page of this machine as a part of the
-    stranger's site (DNS rebinding).
-    """
+    """Return True if the header Host of a request has an address, or a name of this machine. Any other name may be a
+    stranger's (DNS rebinding)."""
     match = re.fullmatch(r"(?:\[(?P<six>[0-9a-fA-F:.]+)]|(?P<name>[^:\[\]]+))(?::\d{1,5})?", header)
     if match is None:
         return False

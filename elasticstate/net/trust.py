@@ -1,10 +1,8 @@
 """Access to ports: a process that has the job's token belongs to the job; others are refused, and limited in number.
 
-Both ends of a connection present a certificate signed by the job's own authority, and TLS verifies both. The
-authority's key is derived from the token (RFC 5869). So each process that has the token can make its own certificate
-and verify those of the others. Nothing else has to be distributed, and the token is never sent.
-
-An observer of a handshake can test guessed tokens against its certificates. So a token must be long and random.
+Both ends of a connection present a certificate signed by the job's own authority, whose key is derived from the token
+(RFC 5869; docs/decisions/control-plane.md). The token is never sent. But an observer of a
+handshake can test guessed tokens against its certificates. So a token must be long and random.
 """
 
 from __future__ import annotations
@@ -309,9 +307,6 @@ class Crowd(Generic[M]):
 
     def __len__(self) -> int:
         return len(self._users)
-
-    def __contains__(self, member: object) -> bool:
-        return member in self._users
 
     def add(self, member: M, user: str) -> None:
         self._users[member] = user

@@ -34,11 +34,9 @@ from elasticstate.options.launched import (
     slots_of_step as slots_of_step,
     slurm_allocation as slurm_allocation,
     slurm_node as slurm_node,
-    slurm_tasks as slurm_tasks,
 )
 from elasticstate.options.options import (
     CONNECT_TIMEOUT_S as CONNECT_TIMEOUT_S,
-    PREFIX as PREFIX,
     Declaration as Declaration,
     Options as Options,
     declarations as declarations,
