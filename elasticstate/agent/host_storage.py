@@ -245,8 +245,8 @@ def rounded_up(size_bytes: int) -> int:
 class StorageAllocator:
     """Allocates commit storage: files get their full length, with all their blocks, before a worker maps them.
 
-    So a full commit directory causes an error that names the bytes, and never a SIGBUS in a worker. To allocate a block
-    costs as much as to write it: seconds for each GB. It is done in a separate thread, so heartbeats go on.
+    So a full commit directory causes an error that names the bytes, and never a SIGBUS in a worker. It is done in a
+    thread, because to allocate a block costs as much as to write it: seconds for each GB.
 
     ``workers()`` returns the number of workers of this host that keep commits. The log gets a line on the need, at the
     first tick of a worker and when the need has grown. ``copies``: the store of kept copies in the directory; it may

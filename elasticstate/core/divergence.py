@@ -317,11 +317,7 @@ def _end_generation(d: Draft, found: Digests) -> None:
 
 def reject_unequal(d: Draft) -> None:
     """Reject the commits of the last world that are newer than the newest one that is known to be equal on all of its
-    members. Called before the next world is formed.
-
-    A member may have died before its digest arrived. Its values may have been wrong, and so is what the others have
-    computed with them. The commit before the newest one in a slot is equal on all: else it would have been overwritten.
-    """
+    members. Called before the next world is formed. The commit before the newest one in a slot is equal on all."""
     if d.policy.divergence != "restore" or d.world is None or d.world.size == 1:
         return
     found, by_tick, last = d.ledger.digests, _by_tick(d), 0

@@ -11,18 +11,8 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from elasticstate.core import accounting, event_file, running, types as t
+from elasticstate.core import accounting, event_file, running, slots, types as t
 from elasticstate.core.diagnostics import missing, names
-from elasticstate.core.slots import (
-    long_s,
-    may_train_on,
-    newcomers,
-    patience_limit_s,
-    publish,
-    stop,
-    unreachable_hosts,
-    unreachable_until,
-)
 from elasticstate.core.state import Draft, Failure, Round, Together, Waiting, Worker
 from elasticstate.core.types import exception_line, listed, number_of
 
@@ -84,7 +74,7 @@ def store_joined(d: Draft, event: t.PlainStoreJoined) -> None:
     if d.ledger.kind == "":
         d.update_ledger(kind="plain")
         if d.ledger.round is not None and not d.ledger.round.end:
-            publish(d)
+            slots.publish(d)
 
 
 # ---------------------------------------------------------------------------------------------------------- the rules
@@ -123,8 +113,8 @@ def waiting_plain(d: Draft, phase: Waiting) -> None:
         return
     limit_s = d.policy.elastic_timeout_s
     d.reason = f"too few free slots for a world: {d.policy.fewest_text(d.generation)}"
-    if may_train_on(d):
-        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
+    if slots.may_train_on(d):
+        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(slots.unreachable_hosts(d))}"
     elif d.now >= phase.since + limit_s:
         who = listed(list(missing(d, d.now)), "; ")
         reason = f"--elastic-timeout of {limit_s:g} s expired: {d.reason}; missing: {who}"
@@ -140,7 +130,7 @@ def waiting_plain_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, flo
     yield "give up", phase.since + d.policy.elastic_timeout_s
     if not phase.noticed:
         yield "notice", phase.since + d.policy.waiting_notice_s
-    yield "unreachable workers have given up", unreachable_until(d)
+    yield "unreachable workers have given up", slots.unreachable_until(d)
 
 
 def round_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
@@ -203,9 +193,9 @@ def _end_if_due(d: Draft, present: Round) -> bool:
         _fail(d, present, present.failure)
     elif draining and d.now >= running.drain_time(d, draining):
         _change(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
-    elif d.now >= _join_time(d, present) and not _finished(d, present) and (slots := newcomers(d)):
+    elif d.now >= _join_time(d, present) and not _finished(d, present) and (free := slots.newcomers(d)):
         d.update_ledger(planned_at=d.now)
-        _change(d, present, listed(f"{slot_id} joins" for slot_id in slots))
+        _change(d, present, listed(f"{slot_id} joins" for slot_id in free))
     else:
         return False
     return True
@@ -237,13 +227,9 @@ def _exits_awaited(d: Draft) -> str:
 
 
 def _join_time(d: Draft, present: Round) -> float:
-    """Return the time from which free slots may end a round to join the next one.
-
-    While the kind of the command is unknown, the round has time to show it: an elastic worker would boot again for
-    nothing.
-    """
-    if not _is_plain(d):
-        return present.since + min(d.policy.waiting_notice_s, patience_limit_s(d.time_to_give_up_s()))
+    """Return the time from which free slots may end a round to join the next one."""
+    if not _is_plain(d):  # it has time to show its kind: an elastic worker would boot again for nothing
+        return present.since + min(d.policy.waiting_notice_s, slots.patience_limit_s(d.time_to_give_up_s()))
     return d.ledger.planned_at + d.policy.min_interrupt_distance_s
 
 
@@ -274,7 +260,7 @@ def _end(d: Draft, present: Round, cause: str, more: event_file.PlainEndFields |
     ``more``: further fields of the event.
     """
     for worker in _members(d):
-        stop(d, worker, cause)
+        slots.stop(d, worker, cause)
     for slot_id, slot in list(d.slots.items()):
         if slot.finished:
             d.put_slot(slot_id, finished=False)
@@ -299,7 +285,7 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
         return
     if isinstance(d.phase, Together):
         accounting.generation_failed(d)
-    lived_long = d.now - present.since >= long_s(d)
+    lived_long = d.now - present.since >= slots.long_s(d)
     row = 0 if lived_long else ledger.no_progress
     first = None if lived_long else ledger.no_progress_cause
     if failure.own_error and _is_plain(d):
@@ -313,7 +299,7 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
     )
     _end(d, present, failure.cause.reason, _attempt(d, failure))
     if row >= policy.max_no_progress and not restarts_are_limited(d):
-        soon = f"less than {long_s(d):g} s after its start"
+        soon = f"less than {slots.long_s(d):g} s after its start"
         running.fail_without_progress(d, f"no progress: {row} times in a row a worker failed {soon}", first)
     elif exceeded:
         running.fail_job(d, exceeded, failure.cause)

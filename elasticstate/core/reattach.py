@@ -197,12 +197,8 @@ def _first_round(d: Draft, remains: Remains) -> None:
 
 
 def _account(d: Draft, remains: Remains, goes_on: bool) -> None:
-    """Enter the time without a driver into the account.
-
-    That time belongs to the activity of the account if the world goes on in this activity. Workers train without a
-    driver: if their first tick came then, the whole time is goodput. Otherwise the time has a cause of its own;
-    survivors that are READY may prove that they completed ticks.
-    """
+    """Enter the time without a driver into the account: for the activity of the account, if the world goes on in it.
+    Workers train without a driver: if their first tick came then, the whole time is goodput."""
     account, activity, seen_at = d.ledger.account, activity_of(d), min(remains.seen_at, d.now)
     is_before_ticks = account.activity in ("world_formation", "no_ticks")
     if goes_on and (activity == account.activity or (is_before_ticks and activity == "no_ticks")):

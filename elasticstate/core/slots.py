@@ -33,10 +33,7 @@ from elasticstate.core.types import number_of, within_limits
 from elasticstate.core.worlds import assign, may_hold_more, whole_hosts
 
 # ------------------------------------------------------------------------------------------------------------- cooldown
-# Formulas for the backoff of a slot that has failed and the cooldown of a host that fails repeatedly.
-#
-# A row of failures ends, and the counters return to zero, with a commit of a world that the failed worker was in, or
-# after a time without failures as long as the longest cooldown.
+# Backoff of a slot that has failed, and cooldown of a host that fails repeatedly (docs/decisions/restarts.md).
 
 
 MAX_BACKOFF_S = 60.0
@@ -249,11 +246,8 @@ def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
 
 
 def lease_s(policy: Policy) -> float:
-    """Return the seconds after the loss of its agent in which an unreachable worker may still train.
-
-    In this time the agent detects the loss of the driver, waits for a driver, and kills the workers that do not stop.
-    With ``--lease``, its ticks stop at the end of the lease.
-    """
+    """Return the seconds after the loss of its agent in which an unreachable worker may still train: until the agent
+    has killed it, or with ``--lease`` until the end of the lease."""
     if policy.lease_s is not None:
         return LEASE_MARGIN * policy.lease_s
     return LEASE_MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)

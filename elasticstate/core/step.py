@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from elasticstate.core import running
+from elasticstate.core import running, state
 from elasticstate.core.accounting import follow
-from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.divergence import compare, comparison_deadlines
 from elasticstate.core.facts import apply
 from elasticstate.core.figures import TimeAccount
@@ -30,19 +29,6 @@ from elasticstate.core.plain import round_deadlines, together
 from elasticstate.core.policy import Policy
 from elasticstate.core.sharded import replicate, replication_deadlines
 from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
-from elasticstate.core.state import (
-    Count,
-    Draft,
-    Finishing,
-    Forming,
-    Ledger,
-    Membership,
-    Over,
-    Running,
-    Stopping,
-    Together,
-    Waiting,
-)
 from elasticstate.core.types import Effect, Event, Shards
 from elasticstate.core.waiting import forming, forming_deadlines, waiting, waiting_deadlines
 
@@ -53,29 +39,29 @@ from elasticstate.core.waiting import forming, forming_deadlines, waiting, waiti
 # the same predicates, so TimePassed at a deadline changes the rule's result.
 
 
-def decide(d: Draft) -> None:
+def decide(d: state.Draft) -> None:
     """Apply the rule of the phase until the phase does not change any more."""
     if d.stopped_by:
         running.stop_job(d, d.stopped_by)
     while True:
         before = d.phase
         match before:
-            case Waiting():
+            case state.Waiting():
                 waiting(d, before)
-            case Forming():
+            case state.Forming():
                 forming(d, before)
-            case Running():
+            case state.Running():
                 running.running(d, before)
-                if isinstance(d.phase, Forming | Finishing):
+                if isinstance(d.phase, state.Forming | state.Finishing):
                     end_stalls(d, before)
                     end_stragglers(d, before)
-            case Stopping():
+            case state.Stopping():
                 running.stopping(d, before)
-            case Finishing():
+            case state.Finishing():
                 running.finishing(d, before)
-            case Together():
+            case state.Together():
                 together(d, before)
-            case Over():
+            case state.Over():
                 return
         end_standstill(d)
         d.broken = []
@@ -83,51 +69,48 @@ def decide(d: Draft) -> None:
             return
 
 
-def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
+def deadlines_of_phase(d: state.Draft) -> Iterator[tuple[str, float]]:
     """Yield the times, by name, at which the rule of the present phase may decide otherwise; some may have passed."""
     match d.phase:
-        case Waiting():
+        case state.Waiting():
             yield from waiting_deadlines(d, d.phase)
-        case Forming():
+        case state.Forming():
             yield from forming_deadlines(d, d.phase)
-        case Running():
+        case state.Running():
             yield from running.running_deadlines(d, d.phase)
-        case Stopping():
+        case state.Stopping():
             yield from running.stopping_deadlines(d, d.phase)
-        case Finishing():
+        case state.Finishing():
             yield from running.finishing_deadlines(d, d.phase)
-        case Together():
+        case state.Together():
             yield from round_deadlines(d)
-
-
-__all__ = ["Membership", "Transition", "new_membership", "next_deadline", "step", "waiting_for"]
 
 
 class Transition(NamedTuple):
     """Result of a step: the state after the step, the effects to carry out in this order, and the reason as a text."""
 
-    next: Membership
+    next: state.Membership
     effects: tuple[Effect, ...]
     reason: str
 
 
-def new_membership(policy: Policy, began_at: float | None = None) -> Membership:
+def new_membership(policy: Policy, began_at: float | None = None) -> state.Membership:
     """Return a state without hosts, slots and workers. The start time-out counts from the first step.
 
     ``began_at``: the account of time begins here; None: with the first step.
     """
-    ledger = Ledger(account=TimeAccount(since=began_at))
-    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, ledger, {}, Count(), {}, Shards())
+    ledger = state.Ledger(account=TimeAccount(since=began_at))
+    return state.Membership(policy, state.Waiting(since=0.0), {}, {}, {}, None, ledger, {}, state.Count(), {}, Shards())
 
 
-def step(m: Membership, event: Event, now: float) -> Transition:
+def step(m: state.Membership, event: Event, now: float) -> Transition:
     """Enter the event, then take one decision. ``now`` is the time of a monotonic clock, in seconds."""
-    if isinstance(m.phase, Over):
+    if isinstance(m.phase, state.Over):
         return Transition(m, (), "the job is over")
-    d = Draft(m, now)
+    d = state.Draft(m, now)
     if d.ledger.started_at is None:
         d.update_ledger(started_at=now)
-        d.phase = Waiting(since=now)
+        d.phase = state.Waiting(since=now)
         d.update_ledger(account=d.ledger.account.until(now))
     apply(d, event)
     compare(d)
@@ -141,7 +124,7 @@ def step(m: Membership, event: Event, now: float) -> Transition:
     return Transition(d.freeze(_deadlines(d)), tuple(d.effects), d.reason)
 
 
-def _deadlines(d: Draft) -> dict[str, float]:
+def _deadlines(d: state.Draft) -> dict[str, float]:
     """Return the future deadlines, by name."""
     named = itertools.chain(
         deadlines_of_phase(d),
@@ -153,6 +136,6 @@ def _deadlines(d: Draft) -> dict[str, float]:
     return {name: at for name, at in named if d.now < at < inf}
 
 
-def next_deadline(m: Membership) -> float | None:
+def next_deadline(m: state.Membership) -> float | None:
     """Return the earliest time at which TimePassed may change the state; None: only another event can change it."""
     return min(m.deadlines.values(), default=None)

@@ -7,21 +7,12 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from elasticstate.core import event_file, links, plain, running, types as t
+from elasticstate.core import event_file, links, plain, running, slots, types as t
 from elasticstate.core.commits import NOTHING, awaited, has_job_state, newest
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.divergence import reject_unequal
 from elasticstate.core.health import check_ticks, reports_until, standstill_deadlines
 from elasticstate.core.sharded import awaited_copies, exiting, find_line, hosts_of, is_sharded
-from elasticstate.core.slots import (
-    FAILURES_IN_A_ROW,
-    lease_s,
-    leave,
-    may_train_on,
-    stop,
-    unreachable_hosts,
-    unreachable_until,
-)
 from elasticstate.core.state import NEW_SLOT, Draft, Failure, Forming, Waiting, Worker, is_live
 from elasticstate.core.types import listed, number_of
 from elasticstate.core.worlds import choose, durable_source, may_hold_more, postponed, staying
@@ -56,10 +47,10 @@ def _bar(d: Draft, host: str, cause: t.RootCause) -> None:
             d.put_slot(slot_id, barred=True)
             barred.append(slot_id)
         if worker is not None and not worker.joined and not worker.gone:
-            stop(d, worker, "it could not load the state of the job")
-    slots = "slot" if len(barred) == 1 else "slots"
+            slots.stop(d, worker, "it could not load the state of the job")
+    noun = "slot" if len(barred) == 1 else "slots"
     d.warn(
-        f"{slots} {listed(map(str, barred))}: no worker is started there any more, because a new one could not load "
+        f"{noun} {listed(map(str, barred))}: no worker is started there any more, because a new one could not load "
         f"the state of the job: {_last_line(cause)}"
     )
 
@@ -89,7 +80,7 @@ def of_all_free_slots(d: Draft) -> t.RootCause | None:
     free = [slot for slot in d.slots.values() if slot.worker is None and not slot.finished]
     found: t.RootCause | None = None
     for slot in free:
-        if not slot.barred and (slot.misfit is None or slot.failures < FAILURES_IN_A_ROW):
+        if not slot.barred and (slot.misfit is None or slot.failures < slots.FAILURES_IN_A_ROW):
             return None
         found = running.earlier(found, slot.misfit) if slot.misfit is not None else found
     return None if d.booting else found
@@ -169,8 +160,8 @@ def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
             yield "shards", _shards_until(d, phase, awaited_copies(d), exiting(d))
         else:
             yield "retained commit", _retained_until(d, phase, awaited(d))
-        if may_train_on(d) or _is_lost(d, choose(d)) or is_sharded(d):
-            yield "unreachable workers have given up", unreachable_until(d)
+        if slots.may_train_on(d) or _is_lost(d, choose(d)) or is_sharded(d):
+            yield "unreachable workers have given up", slots.unreachable_until(d)
 
 
 def _give_up_time(d: Draft, phase: Waiting) -> float:
@@ -197,23 +188,23 @@ def form(d: Draft) -> bool:
         _await_retained(d, None)
         d.reason = f"waiting for {holders[0].id}, which may hold the newest commit"
         return False
-    if may_train_on(d):
+    if slots.may_train_on(d):
         _await_retained(d, None)
-        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
+        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(slots.unreachable_hosts(d))}"
         return False
     if is_sharded(d):
         return _form_from_line(d, chosen)
-    slots = awaited(d)
-    if slots and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
+    held = awaited(d)
+    if held and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
         _await_retained(d, d.now)
-    if slots and not (isinstance(d.phase, Waiting) and d.now >= _retained_until(d, d.phase, slots)):
-        d.reason = f"waiting for {slots[0][0]}, which retains the newest commit {slots[0][1]}"
+    if held and not (isinstance(d.phase, Waiting) and d.now >= _retained_until(d, d.phase, held)):
+        d.reason = f"waiting for {held[0][0]}, which retains the newest commit {held[0][1]}"
         return False
     lost = _is_lost(d, chosen)
-    if lost and (hosts := unreachable_hosts(d)):
+    if lost and (hosts := slots.unreachable_hosts(d)):
         d.reason = f"waiting for unreachable hosts, which may hold the only commits: {listed(hosts)}"
         return False
-    for slot_id, commit in slots:
+    for slot_id, commit in held:
         late = f"no worker of the slot was ready within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
         d.warn(f"retained commit {commit} of {slot_id} is given up: {late}")
     if lost and durable_source(d) is None:
@@ -240,7 +231,7 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
         d.reason = f"waiting for {_missing_shards(awaited_) if awaited_ else f'the exit of {names(ends)}'}"
         return False
     found = find_line(d)
-    if found is None and (hosts := unreachable_hosts(d)):
+    if found is None and (hosts := slots.unreachable_hosts(d)):
         d.reason = f"waiting for unreachable hosts, which may hold the only commits: {listed(hosts)}"
         return False
     if found is not None:
@@ -278,8 +269,8 @@ def _too_late(d: Draft) -> str:
     """Return how long the core has waited for shards, and which times it has waited for."""
     waited_s = d.now - d.phase.since if isinstance(d.phase, Waiting) else 0.0
     times = f"--regroup-timeout is {d.policy.regroup_timeout_s:g} s"
-    if unreachable_until(d) > -inf:
-        times += f"; workers on unreachable hosts may live on for {lease_s(d.policy):g} s"
+    if slots.unreachable_until(d) > -inf:
+        times += f"; workers on unreachable hosts may live on for {slots.lease_s(d.policy):g} s"
     return f"not back within {waited_s:.1f} s ({times})"
 
 
@@ -329,19 +320,14 @@ def _release_draining(d: Draft, stay: list[Worker]) -> None:
     holder = postponed(d, stay)
     for worker in list(d.ready_workers()):
         if worker.draining and worker is not holder:
-            leave(d, worker)
+            slots.leave(d, worker)
 
 
 def every_worker_failed(d: Draft) -> bool:
-    """Return True if no worker was ever READY, and the first workers of at least np slots have all failed by their own
-    exit codes. So the script fails wherever it runs, and a restart cannot help.
-
-    A worker that was killed, lost with its host or not started proves nothing. Slots beyond max_np do not count: their
-    workers replace others. The slots are in the order of their first workers.
-    """
+    """Return True if the script fails wherever it runs, so that a restart cannot help (docs/decisions/restarts.md)."""
     if d.ledger.ever_ready or len(d.slots) < d.policy.np:
         return False
-    first = islice(d.slots.values(), d.policy.max_np)
+    first = islice(d.slots.values(), d.policy.max_np)  # in the order of their first workers
     return all(slot.failure is not None and bool(slot.failure.exit_code) for slot in first)
 
 

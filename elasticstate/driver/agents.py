@@ -534,11 +534,8 @@ class Agents:
         stream.refuse(reason, is_stopped=hello.agent in self._stopped)
 
     async def _choose(self, rival: AgentStream, agent: AgentHandle) -> None:
-        """Admit the second agent of a host if the first one is dead, and refuse it otherwise.
-
-        A pod that returns at another address has its old name. The connection of its last agent seems to live until
-        --heartbeat-timeout, if the node was lost.
-        """
+        """Admit the second agent of a host if the first one is dead, and refuse it otherwise. The connection of the
+        first one seems to live until --heartbeat-timeout, if a pod returns at another address."""
         arrived_at = _now()
         earlier = self._rivals.get(agent.host)
         self._rivals[agent.host] = rival

@@ -379,12 +379,8 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------ main loop
 
     async def _main_loop(self) -> None:
-        """Pass events to the core and carry out its effects, until the job has an outcome.
-
-        Each thing that happens becomes an event in one queue. All queued events are passed to the core in one step, and
-        its effects are carried out in their order. Only this loop changes the core's state; all other code only posts
-        events.
-        """
+        """Pass events to the core and carry out its effects, until the job has an outcome. Only this loop changes the
+        core's state; all other code only posts events."""
         reattachment = self._reattachment
         discovery = Discovery(self._source, self._agents.refuse, self._journal.warn)
         if reattachment is not None:
@@ -767,9 +763,5 @@ def _one_thread_each(options: Options) -> bool:
 
 
 def _spare_garbage_collection(workers: int) -> None:
-    """Raise the threshold of the garbage collector for many workers.
-
-    The driver of a thousand hosts keeps a million objects. With Python's own thresholds (700, 10, 10) it would search
-    all of them for cycles in each regroup, for 0.1 s at a time. With few workers garbage is not kept for long.
-    """
-    gc.set_threshold(max(700, 10 * workers), 10, 10)
+    """Raise the threshold of the garbage collector for many workers (docs/decisions/membership.md)."""
+    gc.set_threshold(max(700, 10 * workers), 10, 10)  # Python's own thresholds: 700, 10, 10

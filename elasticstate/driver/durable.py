@@ -18,8 +18,7 @@ from math import ceil
 from elasticstate.core import event_file
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.sharded import find_line, is_sharded
-from elasticstate.core.state import Over, Running, living_members
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership, Over, Running, living_members
 from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
 from elasticstate.driver.job import JobState, Journal
 from elasticstate.durable.stored_copies import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED, copy_name

@@ -15,7 +15,8 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
 from elasticstate.core.sharded import is_sharded
-from elasticstate.core.step import Membership, new_membership, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import new_membership, step
 from elasticstate.driver.record import Reattachment
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures

@@ -19,8 +19,7 @@ from elasticstate.core import event_file, links
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.health import no_tick_text
 from elasticstate.core.ids import WorkerId
-from elasticstate.core.state import Running, Together, living_members
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership, Running, Together, living_members
 from elasticstate.core.types import listed, number_of
 from elasticstate.driver.job import JobState, Journal
 from elasticstate.driver.report import Report

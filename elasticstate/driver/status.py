@@ -10,14 +10,13 @@ from msgspec import Struct
 
 from elasticstate.core import links
 from elasticstate.core.accounting import figures_of, ticks_of
-from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, spares, why_empty
+from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, spares, waiting_for, why_empty
 from elasticstate.core.divergence import divergence_lines, suspect_lines
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.health import no_tick_text, straggler_lines
 from elasticstate.core.ids import CommitId
 from elasticstate.core.sharded import replicas_of
-from elasticstate.core.state import Host, Over, Running, Worker, living_members
-from elasticstate.core.step import Membership, waiting_for
+from elasticstate.core.state import Host, Membership, Over, Running, Worker, living_members
 from elasticstate.core.types import CopyFigures, ShardLayout, number_of
 from elasticstate.driver.votes import RecordOverview
 from elasticstate.machine import format_bytes

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterable
 
 from elasticstate.core.ids import CommitId, HostSlots
-from elasticstate.core.step import Membership, new_membership, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import new_membership, step
 from elasticstate.core.types import (
     AgentJoined,
     Event,

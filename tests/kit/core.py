@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.step import Membership, new_membership, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import new_membership, step
 from tests.kit.policy import policy_of
 from tests.kit.transcripts import parse_event
 

@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.figures import Times
-from elasticstate.core.state import Over
-from elasticstate.core.step import (
-    Membership,
-    new_membership,
-    next_deadline,
-    step,
-)
+from elasticstate.core.state import Membership, Over
+from elasticstate.core.step import new_membership, next_deadline, step
 from tests.kit.policy import in_pairs
 from tests.kit.simulation.books import Books
 from tests.kit.simulation.invariants import ENDS, Checker

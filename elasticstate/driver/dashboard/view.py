@@ -13,8 +13,7 @@ import msgspec
 
 from elasticstate.core import event_file, links
 from elasticstate.core.diagnostics import why_empty
-from elasticstate.core.state import Host, Over, Phase, Running, Worker
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Host, Membership, Over, Phase, Running, Worker
 from elasticstate.core.types import listed
 from elasticstate.driver.dashboard.charts import Charts
 from elasticstate.driver.job import JobState, Metric, shown

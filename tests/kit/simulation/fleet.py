@@ -14,14 +14,10 @@ from math import inf
 from typing import Literal
 
 from elasticstate.core import types as t
+from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.policy import Policy
 from elasticstate.core.state import Over
-from elasticstate.core.step import (
-    new_membership,
-    next_deadline,
-    step,
-    waiting_for,
-)
+from elasticstate.core.step import new_membership, next_deadline, step
 
 Slots = Literal["boot", "die", "hang"]
 Agents = Literal["connect", "refuse", "hang"]

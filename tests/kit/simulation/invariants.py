@@ -14,8 +14,8 @@ from elasticstate.core.figures import NAMES
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.slots import FAILURES_IN_A_ROW, is_restarting, lease_s
-from elasticstate.core.state import DOUBTED, Count, Finishing, Forming, Host, Over, Running, Waiting, Worker
-from elasticstate.core.step import Membership, Transition, next_deadline
+from elasticstate.core.state import DOUBTED, Count, Finishing, Forming, Host, Membership, Over, Running, Waiting, Worker
+from elasticstate.core.step import Transition, next_deadline
 from tests.kit.simulation.oracle import naive_placements
 
 ENDS = (

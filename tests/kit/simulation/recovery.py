@@ -12,10 +12,11 @@ from elasticstate.core.slots import lease_s
 from elasticstate.core.state import (
     Finishing,
     Forming,
+    Membership,
     Over,
     Running,
 )
-from elasticstate.core.step import Membership, next_deadline, step
+from elasticstate.core.step import next_deadline, step
 from tests.kit.simulation.schedules import rubbish
 
 

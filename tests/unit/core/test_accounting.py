@@ -11,7 +11,7 @@ from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.figures import Losses
 from elasticstate.core.reattach import Remains, reattach
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership
 from tests.kit.core import POLICY, drive
 
 START = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.step import next_deadline, waiting_for
+from elasticstate.core.diagnostics import waiting_for
+from elasticstate.core.step import next_deadline
 from tests.kit.core import RUNNING, drive, ended, kinds, only, published
 
 HELD = RUNNING + "1.2 heartbeat a:0#1 in=1 ticks=9 commit=1.9 + heartbeat a:1#1 in=1 ticks=9 commit=1.9\n"

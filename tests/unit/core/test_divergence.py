@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.divergence import divergence_lines
-from elasticstate.core.step import Membership, next_deadline, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline, step
 from elasticstate.state.commit_digests import CommitDigests, Selection, decode_question
 from tests.kit.core import RUNNING, drive, kinds
 

@@ -10,7 +10,7 @@ import pytest
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.reattach import Remains, reattach
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership
 from tests.kit.core import POLICY, START, STARTED, TWO, after, times
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elasticstate.core import types as t
 from elasticstate.core.health import DEFAULT_GROUP, compare
-from elasticstate.core.step import Membership, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import step
 from elasticstate.core.types import Collective, CollectivesReport
 from tests.kit.core import RUNNING, drive, kinds, only
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
-from elasticstate.core.step import Membership, next_deadline, waiting_for
+from elasticstate.core.diagnostics import waiting_for
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline
 from tests.kit.core import RUNNING, drive, kinds
 
 LONG = "70.0 call a:0#1 in=1 number=7 waits=60"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.health import ANSWER_S, no_tick_text
-from elasticstate.core.step import waiting_for
 from tests.kit.core import START, STARTED, after, kinds, notes, times
 
 BOTH = ("a:0#1", "a:1#1")

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.health import WINDOW, factors, slow_members, straggler_lines, window_of
-from elasticstate.core.state import Running
-from elasticstate.core.step import Membership, step
+from elasticstate.core.state import Membership, Running
+from elasticstate.core.step import step
 from tests.kit.core import RUNNING, drive, kinds
 
 Own = Callable[[int, int], float]  # own time in microseconds of a rank in a tick

@@ -9,8 +9,9 @@ from time import process_time
 import pytest
 
 from elasticstate.core import links, types as t
+from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.state import Membership
-from elasticstate.core.step import next_deadline, waiting_for
+from elasticstate.core.step import next_deadline
 from tests.kit.core import ALL_KEPT, NEWER, attach, drive, kinds, notes, only, published
 
 THREE = {"np": 3, "min_np": 1, "max_np": 3}

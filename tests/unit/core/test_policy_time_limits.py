@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.step import Membership, next_deadline, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline, step
 from elasticstate.options import Options
 from tests.kit.core import RUNNING, drive
 

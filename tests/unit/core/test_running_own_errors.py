@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership
 from tests.kit.core import RUNNING, drive, ended
 
 LEFT = "ready a:0#1 in=1 commit=1.0 + ready a:1#1 in=1 commit=1.0"

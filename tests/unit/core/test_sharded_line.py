@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elasticstate.core import types as t
+from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.sharded import find_line
-from elasticstate.core.step import Membership, waiting_for
+from elasticstate.core.state import Membership
 from tests.kit.core import DISTINCT, FOUR, HSDP, TWO_HOSTS, drive, ended, kinds, published
 
 

@@ -11,7 +11,8 @@ from elasticstate.core.slots import (
     cooldown_s,
     patience_s,
 )
-from elasticstate.core.step import Membership, next_deadline
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline
 from tests.kit.core import RUNNING, drive
 
 

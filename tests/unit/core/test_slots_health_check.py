@@ -6,7 +6,8 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.diagnostics import hosts_in_cooldown, waiting_for
-from elasticstate.core.step import Membership, next_deadline
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline
 from tests.kit.core import drive, ended, kinds, notes
 
 CHECKED = {"health_check": "check", "cooldown_range_s": (10.0, 600.0)}

@@ -8,12 +8,9 @@ import msgspec
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.step import (
-    Membership,
-    next_deadline,
-    step,
-    waiting_for,
-)
+from elasticstate.core.diagnostics import waiting_for
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline, step
 from tests.kit.core import RUNNING, drive, ended, kinds, only, published
 
 

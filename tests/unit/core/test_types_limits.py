@@ -9,7 +9,8 @@ import pytest
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.policy import Policy
-from elasticstate.core.step import Membership, new_membership, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import new_membership, step
 from elasticstate.core.types import MAX_SLOTS, MAX_SLOTS_OF_HOST, within_limits
 from elasticstate.driver.status import status_text
 from tests.kit.policy import policy_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.step import Membership, next_deadline
+from elasticstate.core.state import Membership
+from elasticstate.core.step import next_deadline
 from tests.kit.core import drive, ended
 
 TWO_START = "0.0 hosts a:2\n0.1 agent-joined a\n"

@@ -8,7 +8,7 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership
 from elasticstate.core.worlds import whole_hosts
 from elasticstate.driver.status import status_text
 from tests.kit.core import drive, kinds, published

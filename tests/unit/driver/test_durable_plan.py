@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Membership
 from elasticstate.driver.durable import (
     CopyPlan,
     Pace,

@@ -20,8 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.ids import CommitId, WorkerId
-from elasticstate.core.state import Digests, Running, Straggler
-from elasticstate.core.step import Membership
+from elasticstate.core.state import Digests, Membership, Running, Straggler
 from elasticstate.core.types import CopyFigures
 from elasticstate.driver.job import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer

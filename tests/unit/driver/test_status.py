@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.step import Membership, new_membership, step
+from elasticstate.core.state import Membership
+from elasticstate.core.step import new_membership, step
 from elasticstate.driver.status import overview_of, status_text
 from tests.kit.core import CUT_LINK, drive
 from tests.kit.policy import policy_of
