@@ -128,7 +128,9 @@ class Discovery:
             try:
                 answer = await self._ask()
             except DiscoveryFault as fault:
-                self._warn_once(fault)
+                if fault.kind not in self._warned:
+                    self._warned.add(fault.kind)
+                    self._warn(f"host discovery failed: {fault}; using the last valid answer")
                 continue
             self._empty_in_a_row = 0 if answer else self._empty_in_a_row + 1
             if answer != self._last and (answer or self._empty_in_a_row > 1):
@@ -165,11 +167,6 @@ class Discovery:
         """Return why one of the hosts cannot be used, or "". Blocks as long as resolver and file system do."""
         learn_full_name(host.name for host in hosts)
         return next(filter(None, (self._refuse(host.name) for host in hosts)), "")
-
-    def _warn_once(self, fault: DiscoveryFault) -> None:
-        if fault.kind not in self._warned:
-            self._warned.add(fault.kind)
-            self._warn(f"host discovery failed: {fault}; using the last valid answer")
 
 
 def _checked(hosts: Hosts) -> Hosts:

@@ -109,7 +109,9 @@ class DriverConnection:
             async with self._greeting:
                 if self._stream is not None:
                     raise ConnectionError("another driver has answered first")
-                stream.send(self._hello())
+                launch = self._launch
+                numbers = (launch.slots, self._epoch, os.getpid(), messages.PROTOCOL_VERSION)
+                stream.send(messages.AgentHello(launch.host, launch.agent, *numbers, VERSION, launch.rack))
                 answer = await self._answer(stream, timeout_s)
                 if not isinstance(answer, messages.NotLeading):
                     return self._accepted(stream, answer, addresses)
@@ -173,19 +175,6 @@ class DriverConnection:
     def _voter(self, now: float) -> messages.Voter:
         return messages.Voter(
             self._vote.accepted, now - self._accepted_at, now - self._heard_at, now - self._promised_at
-        )
-
-    def _hello(self) -> messages.AgentHello:
-        launch = self._launch
-        return messages.AgentHello(
-            launch.host,
-            launch.agent,
-            launch.slots,
-            self._epoch,
-            os.getpid(),
-            messages.PROTOCOL_VERSION,
-            VERSION,
-            launch.rack,
         )
 
     @property

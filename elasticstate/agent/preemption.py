@@ -83,15 +83,12 @@ class PreemptionWatch:
                     self._record(first_line(answer.stdout) or f"{command} {how_it_ended(_NOTICE)}")
                     return
                 fault = "" if answer.exit_code == _NO_NOTICE else _fault_of(answer)
-            if fault:
-                self._warn_once(command, fault, options.preemption_interval_s)
+            kind = fault.partition(":")[0]
+            if fault and kind not in self._warned:
+                self._warned.add(kind)
+                again = f"it runs again every {options.preemption_interval_s:g} s"
+                self._job.warn(f"--preemption-command {command!r} {fault}; {again}")
             await asyncio.sleep(options.preemption_interval_s)
-
-    def _warn_once(self, command: str, fault: str, interval_s: float) -> None:
-        kind = fault.partition(":")[0]
-        if kind not in self._warned:
-            self._warned.add(kind)
-            self._job.warn(f"--preemption-command {command!r} {fault}; it runs again every {interval_s:g} s")
 
 
 def _fault_of(answer: Answer) -> str:

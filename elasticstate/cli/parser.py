@@ -100,13 +100,11 @@ class Parser(CommandParser):
         raise OptionError(f"{name}: {problem}: must be {option.kind.valid}")
 
 
-def parse_options(argv: Sequence[str]) -> Options:
-    """Read the command line. Raises OptionError (one line); SystemExit(0) after ``--help`` and ``--version``."""
-    return options_of(parse(argv))
-
-
 def parse(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of the command line by their names. Raises as ``parse_options``."""
+    """Return the arguments of the command line by their names.
+
+    Raises OptionError (one line); SystemExit(0) after ``--help`` and ``--version``.
+    """
     given, unknown = _parser().parse_known_args(argv)
     if unknown:
         names = [name for option in declarations().values() for name in option.names]

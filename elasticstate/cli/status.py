@@ -151,11 +151,10 @@ def _agent_status(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     from elasticstate.net.link import ask_agent
 
-    timeout_s = CONNECT_TIMEOUT_S
     try:
-        status = ask_agent(given.agent, timeout_s)
+        status = ask_agent(given.agent, CONNECT_TIMEOUT_S)
     except TimeoutError:
-        complain("elasticrun", f"the agent at {given.agent} does not answer within {timeout_s:g} s")
+        complain("elasticrun", f"the agent at {given.agent} does not answer within {CONNECT_TIMEOUT_S:g} s")
         return 1
     except OSError as error:
         complain("elasticrun", f"no agent answers at {given.agent}: {error.strerror}")

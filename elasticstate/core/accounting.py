@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from elasticstate.core import event_file, types as t
 from elasticstate.core.commits import NOTHING, lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s, newest
 from elasticstate.core.figures import NAMES, Activity, JobFigures, Losses, Origin
-from elasticstate.core.state import Draft, Forming, Host, Membership, Over, Running, Together, Waiting, Worker
+from elasticstate.core.state import Draft, Forming, Membership, Over, Running, Together, Waiting, Worker
 from elasticstate.core.worlds import survivors_of
 
 
@@ -44,21 +44,11 @@ def of_planned_end(phase: Forming) -> Activity:
 
 
 def _slots_counted_on(d: Draft) -> int:
-    """Return the number of slots on hosts that may be used, and of workers on other hosts that stay."""
-    usable = {host.name: host.slots for host in d.hosts.values() if _is_usable(d, host)}
+    """Return the number of slots on hosts that may be used without a wait, and of workers on other hosts that stay."""
+    found = [host for host in d.hosts.values() if host.cooldown_until <= d.now and host.agent != "stopping"]
+    usable = {host.name: host.slots for host in found if host.slots > 0 and not (host.draining or host.loss)}
     others = (w for w in d.workers.values() if w.id.host not in usable and not (w.draining or w.gone))
     return sum(usable.values()) + sum(1 for _ in others)
-
-
-def _is_usable(d: Draft, host: Host) -> bool:
-    """Return True if workers live on the host, or may be started there without a wait for the host."""
-    return (
-        host.slots > 0
-        and not host.draining
-        and not host.loss
-        and host.agent != "stopping"
-        and host.cooldown_until <= d.now
-    )
 
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation

@@ -73,9 +73,13 @@ def may_be_rejected(m: Draft | Membership, commit: t.CommitId) -> bool:
     """Return True if the commit is one of the present generation that is not known to be equal on all members."""
     if m.policy.divergence != "restore" or m.world is None or m.world.size == 1:
         return False
+    return commit.generation == m.generation and commit.tick > newest_equal(m)
+
+
+def newest_equal(m: Draft | Membership) -> int:
+    """Return the newest tick of the present generation whose commit is known to be equal on all members."""
     found = m.ledger.digests
-    equal = found.equal if found.generation == m.generation else 0
-    return commit.generation == m.generation and commit.tick > equal
+    return found.equal if found.generation == m.generation else 0
 
 
 def reject(d: Draft, last: t.CommitId) -> None:

@@ -14,7 +14,7 @@ from math import inf
 from msgspec.structs import replace
 
 from elasticstate.core import accounting, event_file, types as t
-from elasticstate.core.commits import reject
+from elasticstate.core.commits import newest_equal, reject
 from elasticstate.core.slots import replace_workers
 from elasticstate.core.state import (
     Digests,
@@ -135,7 +135,8 @@ def _report(d: Draft, found: Digests, groups: list[list[Worker]]) -> None:
     is_majority = len(largest) > len(others)
     odd = sorted(others if is_majority else [*largest, *others], key=_rank)
     commit = t.CommitId(d.generation, tick)
-    text = f"commit {commit}: replicated values of {_who(odd)} differ"
+    who = listed(f"rank {member.rank} ({member.id.slot_id})" for member in odd)
+    text = f"commit {commit}: replicated values of {who} differ"
     text += f" from those of the other {len(largest)} ranks" if is_majority else " from each other"
     hosts = list(dict.fromkeys(member.id.host for member in odd))
     if suspects := _suspects(d, hosts):
@@ -240,10 +241,6 @@ def _rank(member: Worker) -> int:
     return member.rank
 
 
-def _who(members: list[Worker]) -> str:
-    return listed(f"rank {member.rank} ({member.id.slot_id})" for member in members)
-
-
 # -------------------------------------------------------------------------------------------------------------- restore
 
 
@@ -323,7 +320,7 @@ def reject_unequal(d: Draft) -> None:
     found, by_tick, last = d.ledger.digests, _by_tick(d), 0
     slots = [d.slots[placement.worker.slot_id] for placement in d.world.members]
     before = [slot.previous.tick for slot in slots if slot.previous and slot.previous.generation == d.generation]
-    proven = max([found.equal if found.generation == d.generation else 0, *before])
+    proven = max([newest_equal(d), *before])
     without = {member.id.slot_id for member in d.members() if member.id in found.absent or _is_out_of_inputs(member)}
     compared = {placement.worker.slot_id for placement in d.world.members} - without
     for tick in sorted({proven, *by_tick}, reverse=True):

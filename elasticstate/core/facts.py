@@ -80,7 +80,9 @@ def _reported(d: Draft, name: t.WorkerId, report: t.Report | t.Stamp) -> None:
         case t.Ready():
             _ready(d, worker, report)
         case t.WorkerPreemptionNotice(number):
-            _worker_draining(d, worker, number)
+            if not worker.draining and not worker.gone:
+                reason = f"preemption notice: {signal_name(number)} to the worker"
+                d.put(worker, draining=reason, draining_since=d.now)
         case t.CommitDigests(generation, digests):
             if worker.joined == generation == d.generation:
                 d.put(worker, digests=kept_digests(worker, digests))
@@ -271,11 +273,6 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
         reason = f"{worker.id} is unresponsive: {event.reason}{health.hang_text(d, worker)}"
         d.broken.append(Failure(d.root_cause(worker, reason), "own"))
     d.put(worker, gone="failed", ready=None)
-
-
-def _worker_draining(d: Draft, worker: Worker, number: int) -> None:
-    if not worker.draining and not worker.gone:
-        d.put(worker, draining=f"preemption notice: {signal_name(number)} to the worker", draining_since=d.now)
 
 
 # ------------------------------------------------------------------------------------------ the messages of workers

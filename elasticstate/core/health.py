@@ -343,9 +343,8 @@ def _end(d: Draft, standstill: Standstill, reason: str, goes_on: bool) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- stalls
-# The stall check: reports calls in which some ranks wait for too long, and ends the job if a stall lasts longer.
-#
-# A worker's first report of a long wait does not say which other ranks wait: they may have waited for less time, and
+# The stall check: reports calls in which some ranks wait for too long, and ends the job if a stall lasts longer. A
+# worker's first report of a long wait does not say which other ranks wait: they may have waited for less time, and
 # then nothing has reached the driver. So the core first requests the newest calls of all members, and reports the stall
 # when the answers have arrived.
 

@@ -25,7 +25,6 @@ from elasticstate.errors import OptionError
 from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
 from elasticstate.net import messages, names
 from elasticstate.net.control import AgentStream, ControlServer
-from elasticstate.net.messages import Launch
 from elasticstate.net.trust import Strangers, Trust
 from elasticstate.options import CONNECT_TIMEOUT_S, agent_variable, passed_on
 from elasticstate.options.kinds import is_host_name, split_address
@@ -239,9 +238,9 @@ class Agents:
         else:
             self._agents[host] = self._follow(AgentHandle(host, launch.agent, process, _now()))
 
-    def _launch(self, host: str, here: bool) -> Launch:
+    def _launch(self, host: str, here: bool) -> messages.Launch:
         options = self._spec.options
-        return Launch(
+        return messages.Launch(
             host=host,
             agent=secrets.token_hex(8),
             slots=0,

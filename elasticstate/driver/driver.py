@@ -55,7 +55,6 @@ from elasticstate.driver.votes import RecordOverview, ReplacedError, Standbys, V
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.machine import host_name
 from elasticstate.net import messages
-from elasticstate.net.messages import ReplicateOrder, ToWorkers
 from elasticstate.net.names import is_of_each_machine, is_this_machine
 from elasticstate.net.trust import Strangers
 from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
@@ -624,7 +623,7 @@ class Driver:
                 agents.send(worker.host, effect)
             case t.Leave(worker):
                 self._report.expect_end(worker)
-                agents.send(worker.host, ToWorkers((worker,), effect))
+                agents.send(worker.host, messages.ToWorkers((worker,), effect))
             case t.Terminate():
                 for worker in self._state.membership.workers:
                     self._report.expect_end(worker)
@@ -634,9 +633,9 @@ class Driver:
             case t.WatchCalls() | t.StopReplication() | t.CommitsCompared():
                 agents.send_to_all(effect)
             case t.ConfirmOwnError(worker):
-                agents.send(worker.host, ToWorkers((worker,), effect))
+                agents.send(worker.host, messages.ToWorkers((worker,), effect))
             case t.Sever(worker, generation, cause):
-                agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
+                agents.send(worker.host, messages.ToWorkers((worker,), t.End(generation, None, cause)))
             case t.AskDigests(worker):
                 agents.send(worker.host, effect)
             case t.ProbeLinks():
@@ -714,7 +713,7 @@ class Driver:
             else:
                 self._queue.post(t.CopyDropped(host, slot_id, commit, "its agent serves no copies"))
         for host, its in targets.items():
-            self._agents.send(host, ReplicateOrder(commit, tuple(its)))
+            self._agents.send(host, messages.ReplicateOrder(commit, tuple(its)))
 
     def _publish(self, world: t.World) -> None:
         workers = self._state.membership.workers.values()

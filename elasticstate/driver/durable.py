@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from elasticstate.core import event_file
+from elasticstate.core.commits import newest_equal
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.state import Membership, Over, Running, living_members
@@ -77,7 +78,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
     if line is None or line.generation != m.generation:
         return None
     if m.policy.divergence == "restore":
-        line = CommitId(m.generation, _newest_equal(m)) if m.world.size > 1 else line
+        line = CommitId(m.generation, newest_equal(m)) if m.world.size > 1 else line
         return _plan_of_shards(_holders(m, layout, line), line) if line != saved else None
     every_s = _seconds_between_commits(m, layout, line, ticks_per_s, now)
     if every_s is None:
@@ -110,16 +111,11 @@ def _plan_of_equal(m: Membership) -> CopyPlan | None:
     """Return the plan of a copy of the newest commit that is equal on all members: a newer one may be rejected."""
     if m.world is None or m.world.size == 1:
         return _plan_of_one(_source(m))
-    commit = CommitId(m.generation, _newest_equal(m))
+    commit = CommitId(m.generation, newest_equal(m))
     for worker in living_members(m) if commit.tick else ():
         if commit in dict(m.slots[worker.id.slot_id].digests):
             return _plan_of_one(worker.id.slot_id, commit)
     return None
-
-
-def _newest_equal(m: Membership) -> int:
-    found = m.ledger.digests
-    return found.equal if found.generation == m.generation else 0
 
 
 def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> CopyPlan | None:

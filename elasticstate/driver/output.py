@@ -58,9 +58,8 @@ class CountedLines:
 
 
 # ------------------------------------------------------------------------------------------------------- library output
-# Messages of libraries in the driver's process, written by the thread that may block instead of the event loop.
-#
-# A terminal that nobody reads blocks whoever writes to it. asyncio, aiohttp and warnings write to ``sys.stderr``.
+# Messages of libraries in the driver's process (asyncio, aiohttp and warnings write to ``sys.stderr``), written by the
+# thread that may block instead of the event loop.
 
 
 _LONGEST_TEXT = 500  # characters

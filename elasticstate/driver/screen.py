@@ -43,7 +43,8 @@ class Screen:
         finally:
             for fd in (reading, line, answer):
                 os.close(fd)
-        self._redirected = [fd for fd in (1, 2) if _is_same(fd, self.terminal)]
+        device = os.fstat(self.terminal).st_rdev
+        self._redirected = [fd for fd in (1, 2) if os.isatty(fd) and os.fstat(fd).st_rdev == device]
         for fd in self._redirected:
             os.dup2(writing, fd)
         os.close(writing)
@@ -110,10 +111,6 @@ def screen_for(options: Options) -> Iterator[Screen | None]:
         yield screen
     finally:
         screen.close(options.stop_timeout_s)
-
-
-def _is_same(fd: int, terminal: int) -> bool:
-    return os.isatty(fd) and os.fstat(fd).st_rdev == os.fstat(terminal).st_rdev
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:

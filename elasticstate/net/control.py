@@ -322,10 +322,7 @@ class ControlServer:
         self._strangers.add(authentication, local_peers.user_of(connection))
         task = asyncio.ensure_future(self._authenticate(connection, peer, authentication))
         self._unauthenticated[task] = authentication
-        task.add_done_callback(self._authenticated)
-
-    def _authenticated(self, task: asyncio.Task[None]) -> None:
-        self._strangers.remove(self._unauthenticated.pop(task))
+        task.add_done_callback(lambda task: self._strangers.remove(self._unauthenticated.pop(task)))
 
     async def _authenticate(self, connection: socket.socket, peer: str, authentication: _Authentication) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""

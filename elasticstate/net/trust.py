@@ -123,6 +123,9 @@ class Trust:
 def _certificate(key: Ed25519PrivateKey, signer: Ed25519PrivateKey, name: str, is_authority: bool) -> x509.Certificate:
     public, signed_by = key.public_key(), signer.public_key()
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "elasticstate job")])
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign")
+    unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    usage = x509.KeyUsage(digital_signature=not is_authority, key_cert_sign=is_authority, **unused)
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
@@ -132,25 +135,11 @@ def _certificate(key: Ed25519PrivateKey, signer: Ed25519PrivateKey, name: str, i
         .not_valid_before(_FROM)
         .not_valid_after(_UNTIL)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
-        .add_extension(_usage(is_authority), critical=True)
+        .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signed_by), critical=False)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
         .sign(signer, None)
-    )
-
-
-def _usage(is_authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not is_authority,
-        key_cert_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
     )
 
 
@@ -173,10 +162,8 @@ def _context(
 
 
 # ---------------------------------------------------------------------------------------------------------- local peers
-# The user at the other end of a TCP connection on this machine, as reported by the kernel (sock_diag(7)).
-#
-# A query for one pair of addresses takes 3 µs, however many sockets exist. /proc/net/tcp would have to be read
-# completely.
+# The user at the other end of a TCP connection on this machine, as reported by the kernel (sock_diag(7)): in 3 µs,
+# however many sockets exist. /proc/net/tcp would have to be read completely.
 
 
 _NETLINK_SOCK_DIAG = 4
@@ -284,10 +271,8 @@ class LocalPeers:
 
 
 # ----------------------------------------------------------------------------------------------------------- strangers
-# Connections to the ports of a process that have not authenticated, those of all its ports together.
-#
-# Their number is limited. Beyond the limit the oldest connection of the user who has the most is dismissed, so that a
-# crowd of one user or of one machine neither locks others out nor takes the descriptors of the job.
+# Connections to all ports of a process that have not authenticated. Beyond a limit the oldest one of the user who has
+# the most is dismissed, so that a crowd of one user or machine neither locks others out nor takes all descriptors.
 
 MAX_UNAUTHENTICATED = 2048  # limit of unauthenticated connections; each takes up to 70 kB
 UNAUTHENTICATED_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest

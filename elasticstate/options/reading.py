@@ -160,7 +160,8 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
             f"--tee: {values['tee']}: must be 3 without --log-dir, or output would be lost. Add --log-dir."
         )
     np = values["np"]
-    hosts_may_change = bool({"host_discovery_script", "listen"} & set(values)) or _is_other_source(values)
+    is_other_source = values.get("discovery") not in (None, *_SOURCES)  # one that reads no option of its own
+    hosts_may_change = bool({"host_discovery_script", "listen"} & set(values)) or is_other_source
     is_horovod = values.get("horovod", False)
     # horovodrun's rule: only these options make a job elastic. Such a job has no limit above.
     is_elastic = hosts_may_change or (is_horovod and "min_np" in values)
@@ -213,11 +214,6 @@ _SOURCES = {
     "dial-in": "listen",
     "kubernetes": "pod_selector",
 }
-
-
-def _is_other_source(values: Mapping[str, Any]) -> bool:
-    """Return True if ``--discovery`` names a host source that reads no option of its own."""
-    return values.get("discovery") not in (None, *_SOURCES)
 
 
 def _refuse_unfit_source(values: Mapping[str, Any]) -> None:

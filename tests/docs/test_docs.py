@@ -18,9 +18,9 @@ from typing import NamedTuple, get_type_hints
 import pytest
 
 from docs.hooks.pages import EVENTS_MARK, event_reference
-from elasticstate.cli.parser import parse_options
 from elasticstate.core import event_file
 from elasticstate.options import Options, declarations
+from tests.kit.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = (

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from elasticstate.cli.parser import parse_options
 from elasticstate.core.register import FILE, Proposer
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.job import JobState, Journal
@@ -14,6 +13,7 @@ from elasticstate.driver.report import Report
 from elasticstate.driver.votes import Votes
 from elasticstate.net.messages import SaveDurable, ToAgent
 from tests.kit.core import WHOLE_JOB, drive
+from tests.kit.options import parse_options
 from tests.kit.policy import policy_of
 
 

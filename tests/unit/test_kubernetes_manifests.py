@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from elasticstate.cli.parser import parse_options
 from elasticstate.options import Options, declarations
 from tests.kit import kubernetes as manifests
 from tests.kit.kubernetes import ApiServer, Manifest, find, pod_of
+from tests.kit.options import parse_options
 
 validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")

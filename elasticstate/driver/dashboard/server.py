@@ -105,10 +105,8 @@ def is_from_proxy(headers: Iterable[str], version: tuple[int, int]) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------------------- viewers
-# The viewers of a dashboard. Each gets the whole view once, and then only changes.
-#
-# After an event of the job the changes are sent at once, but not sooner than INTERVAL_S after the last ones. Without
-# an event only ticks and times change: these are sent every QUIET_INTERVAL_S.
+# The viewers of a dashboard. Each gets the whole view once, and then only changes: after an event of the job at once,
+# but not sooner than INTERVAL_S after the last ones; without one, ticks and times every QUIET_INTERVAL_S.
 
 
 INTERVAL_S = 1.0

@@ -93,7 +93,9 @@ class History(msgspec.Struct):
                 self.loss = self.loss or reason
                 self._add_failure({"reason": reason, "at": at, "generation": fields["generation"]})
             case "root_cause":
-                self._root_cause(fields, at)
+                error = str(fields.get("error") or "").rstrip()[-_LONGEST_ERROR:]
+                about = {"reason": f"root cause: {fields['reason']}", "at": at, "generation": fields["generation"]}
+                self._add_failure({**about, "error": error})
 
     def failure(self, failure: WorkerFailure, at: float) -> None:
         """Add the failure of a worker."""
@@ -129,11 +131,6 @@ class History(msgspec.Struct):
         generation = str(fields["generation"])
         if generation in self.generations:
             self.generations[generation] = {**self.generations[generation], **values}
-
-    def _root_cause(self, fields: event_file.RootCause, at: float) -> None:
-        error = str(fields.get("error") or "").rstrip()[-_LONGEST_ERROR:]
-        about = {"reason": f"root cause: {fields['reason']}", "at": at, "generation": fields["generation"]}
-        self._add_failure({**about, "error": error})
 
     def _add_failure(self, failure: View) -> None:
         self.failed += 1

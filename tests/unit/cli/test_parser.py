@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from elasticstate.cli import main
-from elasticstate.cli.parser import parse_options
 from elasticstate.errors import OptionError
 from elasticstate.options import declarations
+from tests.kit.options import parse_options
 
 
 def test_options_of_the_command_are_untouched() -> None:

@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from elasticstate.cli import main
-from elasticstate.cli.parser import parse_options
 from elasticstate.errors import OptionError
 from elasticstate.options import read_options
+from tests.kit.options import parse_options
 
 MEANT = [
     ("--num-proc 4", "-np 4"),
