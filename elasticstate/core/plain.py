@@ -161,9 +161,7 @@ def _draining(d: Draft) -> list[Worker]:
 def has_finished(d: Draft) -> bool:
     """Return True if all workers of the present round have exited with 0."""
     present = d.ledger.round
-    if present is None or present.end:
-        return False
-    return all(d.slots[member.worker.slot_id].finished for member in present.members)
+    return present is not None and not present.end and len(_finished(d, present)) == len(present.members)
 
 
 def _await_exits(d: Draft, present: Round) -> bool:

@@ -425,9 +425,8 @@ def start_and_stop(d: Draft) -> None:
     _stop_unneeded(d, {slot_id for slot_id, _ in holders}.union(worker.id.slot_id for worker in may_hold))
     if isinstance(d.phase, Finishing):
         return
-    hosts = d.by_discovery()
-    plan = _Plan(d, holders, hosts)
-    for host in hosts:
+    plan = _Plan(d, holders)
+    for host in plan.hosts:
         if host.name in plan.usable:
             if host.agent == "none":
                 d.put_host(host, agent="asked", report="agent started", reported_at=d.now)
@@ -453,18 +452,17 @@ def slot_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     if may_start(d):
         yield "start of a round", window_end(d)
     is_sought = not isinstance(d.phase, Running)
-    plan = _Plan(d, awaited(d) if is_sought else [], d.by_discovery())
-    yield from plan.deadlines()
+    yield from _Plan(d, awaited(d) if is_sought else []).deadlines()
 
 
 class _Plan:
     """Plan for starts: the hosts that may be used now, and their free slots."""
 
-    def __init__(self, d: Draft, holders: list[tuple[t.SlotId, t.CommitId]], hosts: list[Host]) -> None:
-        """``holders``: slots whose retained commits are awaited, the newest first. ``hosts``: in discovery's order."""
+    def __init__(self, d: Draft, holders: list[tuple[t.SlotId, t.CommitId]]) -> None:
+        """``holders``: slots whose retained commits are awaited, the newest first."""
         self._d = d
         self.holders = holders
-        self.hosts = hosts
+        self.hosts = hosts = d.by_discovery()
         self.holding_hosts = {slot_id.host for slot_id, _ in holders}
         if isinstance(d.phase, Waiting):
             self.holding_hosts.update(hosts_of(awaited_copies(d)))
@@ -767,7 +765,7 @@ def _start_round(d: Draft, plan: _Plan) -> None:
 def newcomers(d: Draft) -> list[t.SlotId]:
     """Return the free slots that fit into the next world of plain workers. Slots that failed repeatedly do not count:
     each start there may end the whole world."""
-    plan = _Plan(d, [], d.by_discovery())
+    plan = _Plan(d, [])
     free = [slot_id for slot_id in plan.startable() if d.slots.get(slot_id, NEW_SLOT).failures < FAILURES_IN_A_ROW]
     taken = _taken(d)
     return free[: max(0, d.policy.fitting(taken + len(free)) - taken)]

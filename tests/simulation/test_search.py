@@ -88,7 +88,7 @@ TWICE = replace(job(1, kills=2), twice=True)
 CROWDED = job(2, 1, max_np=2, kills=2)
 GROUPS = job(2, 1, min_np=2, policy=(("np_multiple", 2),))
 DISTANT = job(2, 1, policy=(("min_interrupt_distance_s", 2.0),))
-BEHIND_GATE = "    if isinstance(d.phase, Finishing):\n        return\n    hosts"
+BEHIND_GATE = "    if isinstance(d.phase, Finishing):\n        return\n    plan"
 MUTANTS = (
     Mutant("I1", "worlds.make_world", "d.generation + 1,", "d.generation + 2,", job(1, 1), "I1: one world"),
     Mutant("I1", "running.end_now", END_NOW, END_NOW.replace("n, N", "n - 1, N"), job(1, 1, kills=1), "I1: only the"),
@@ -131,7 +131,7 @@ MUTANTS = (
         "verdict", "running.judge", "d.now < judged_at or silent", "d.now < judged_at", job(1, 1, errors=1), "OWN needs"
     ),
     Mutant("gate", "running.running", "members and all(", "members and any(", job(1, 1), "the gate opens when all"),
-    Mutant("stop", "slots.start_and_stop", BEHIND_GATE, "    hosts", job(1, 1, stops=1, kills=1), "nothing begins"),
+    Mutant("stop", "slots.start_and_stop", BEHIND_GATE, "    plan", job(1, 1, stops=1, kills=1), "nothing begins"),
     Mutant(
         "back", "slots.take_back", "    if late:\n", "    if not late:\n", job(1, 1, cuts=1), "nobody but who is back"
     ),
