@@ -145,16 +145,6 @@ def next_generation(d: Draft) -> None:
     d.update_ledger(account=account.with_next_generation(d.now))
 
 
-def first_tick(d: Draft, first: t.First) -> None:
-    """Record that a member of the present world has completed its first tick."""
-    d.update_ledger(account=d.ledger.account.with_first_tick(first.train_s, first.sync_s, d.now))
-
-
-def training_began(d: Draft, at: float) -> None:
-    """Record when a member of the present world began to train."""
-    d.update_ledger(account=d.ledger.account.with_training(at, d.now))
-
-
 def training_resumed(d: Draft, at: float) -> None:
     """Record that the new world has completed its first tick, or has nothing more to do."""
     down_since = d.ledger.down_since

@@ -19,13 +19,6 @@ from elasticstate.core.types import number_of
 _REJECTED_KEPT = 16  # generations: no slot holds a commit of an older one
 
 
-def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId) -> None:
-    """Record the newest commit in a slot's commit storage. A newer one than before lies in the other buffer."""
-    slot = d.slots.get(slot_id)
-    if slot is not None:
-        record_both(d, slot_id, commit, slot.previous if commit == slot.retained else slot.retained)
-
-
 def record_both(
     d: Draft,
     slot_id: t.SlotId,

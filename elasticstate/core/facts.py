@@ -322,12 +322,14 @@ def _trains(d: Draft, name: t.WorkerId, seconds: float) -> None:
     if seconds and worker.trains_since is None:
         d.put(worker, trains_since=d.now - seconds)
         if d.breaks(worker):
-            accounting.training_began(d, d.now - seconds)
+            d.update_ledger(account=d.ledger.account.with_training(d.now - seconds, d.now))
 
 
 def _commit_sealed(d: Draft, worker: Worker, commit: t.CommitId) -> None:
     _record_commit(d, commit)
-    commits.record_retained(d, worker.id.slot_id, commit)
+    slot = d.slots[worker.id.slot_id]  # a newer commit than before lies in the other buffer
+    previous = slot.previous if commit == slot.retained else slot.retained
+    commits.record_both(d, worker.id.slot_id, commit, previous)
     d.put(worker, commit=commit, commit_at=d.now)
 
 
@@ -426,7 +428,7 @@ def _gate_entered(d: Draft, worker: Worker, gate: t.Gate) -> None:
 def _first_tick(d: Draft, first: t.First) -> None:
     if not isinstance(d.phase, Running):
         return
-    accounting.first_tick(d, first)
+    d.update_ledger(account=d.ledger.account.with_first_tick(first.train_s, first.sync_s, d.now))
     if d.phase.first_tick:
         return
     d.phase = replace(d.phase, first_tick=True)

@@ -648,7 +648,4 @@ def _drain_one(d: Draft, stragglers: list[Straggler], members: list[Worker]) -> 
 
 def straggler_lines(phase: Running, now: float) -> list[str]:
     """Return one line for each straggler, for the status."""
-    return [
-        f"{s.worker} (rank {s.rank}): {s.factor:.2f} times the own time of the others, for {now - s.since:.1f} s"
-        for s in phase.stragglers
-    ]
+    return [f"{straggler.text()}, for {now - straggler.since:.1f} s" for straggler in phase.stragglers]

@@ -93,6 +93,9 @@ class Straggler:
     since: float  # when it was named
     factor: float  # its own time, divided by the median of the others'
 
+    def text(self) -> str:
+        return f"{self.worker} (rank {self.rank}): {self.factor:.2f} times the own time of the others"
+
 
 @dataclass(frozen=True, slots=True)
 class Running:

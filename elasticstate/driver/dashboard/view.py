@@ -13,7 +13,7 @@ import msgspec
 
 from elasticstate.core import event_file, links
 from elasticstate.core.diagnostics import why_empty
-from elasticstate.core.state import Host, Membership, Over, Phase, Running, Worker
+from elasticstate.core.state import Host, Membership, Over, Running, Worker
 from elasticstate.core.types import listed
 from elasticstate.driver.dashboard.charts import Charts
 from elasticstate.driver.job import JobState, Metric, shown
@@ -176,7 +176,7 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         "hosts": {name: _host(m, host, state.readings.use.get(name), now, ahead_s) for name, host in m.hosts.items()},
         "workers": _workers(m, now, ahead_s),
         "waiting": list(overview.waiting_for),
-        "stragglers": _stragglers(m.phase),
+        "stragglers": [s.text() for s in m.phase.stragglers] if isinstance(m.phase, Running) else [],
         "generations": dict(history.generations),
         "failures": dict(history.failures),
         "failed": history.failed,
@@ -217,12 +217,6 @@ def _durable(figures: DurableFigures, ahead_s: float) -> View:
         newest = {"commit": str(figures.newest), "bytes": figures.newest_bytes}
         view |= {**newest, **_time("at", figures.newest_at, ahead_s)}
     return view
-
-
-def _stragglers(phase: Phase) -> list[str]:
-    """Return one line for each persistently slow rank."""
-    found = phase.stragglers if isinstance(phase, Running) else ()
-    return [f"{s.worker} (rank {s.rank}): {s.factor:.2f} times the own time of the others" for s in found]
 
 
 def _metric(metric: Metric) -> View:
