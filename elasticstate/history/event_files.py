@@ -6,11 +6,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict, get_type_hints
+from typing import Any, BinaryIO, Protocol, TypedDict, TypeVar, get_type_hints
 
 import msgspec
 
@@ -122,6 +122,34 @@ def _any_fields_of(name: str) -> Any:
     """Return the type of an event from which fields may be absent."""
     event = event_file.by_name().get(name, event_file.CommonFields)
     return TypedDict("Event", get_type_hints(event), total=False)  # type: ignore[operator]
+
+
+class _Run(Protocol):
+    def add(self, e: Event) -> None: ...
+
+    def close(self) -> None:
+        """The file has no further event of this run."""
+
+
+R = TypeVar("R", bound=_Run)
+
+
+def runs_of(events: Iterable[Event], begin: Callable[[Event], R]) -> list[R]:
+    """Give each event to its run of a job; ``begin`` makes one from its first event. Return all, by their beginning.
+
+    A ``job_started`` begins a new run; a driver that reattaches continues the run.
+    """
+    found: list[R] = []
+    newest: dict[str, R] = {}
+    for event in events:
+        job = event["job"]
+        if job not in newest or event["event"] == "job_started":
+            newest[job] = begin(event)
+            found.append(newest[job])
+        newest[job].add(event)
+    for run in found:
+        run.close()
+    return found
 
 
 def check_output(path: str, sources: Sequence[str]) -> None:

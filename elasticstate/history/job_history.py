@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from signal import SIGTERM
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import NEWCOMER
 from elasticstate.core.worlds import assign
 from elasticstate.failures import status_of
-from elasticstate.history.event_files import Event, number
+from elasticstate.history.event_files import Event, number, runs_of
 
 # --------------------------------------------------------------------------------------------------------------- copies
 # Copies of a job's commits, made from its events: replication from host to host, and durable copies.
@@ -61,15 +61,13 @@ class CopiesHistory:
         """Return the failures by reason, the most frequent first."""
         return sorted(self._failures.values(), key=lambda failure: -failure.times)
 
-    def replication(self, e: event_file.Replication) -> None:
-        """Add the event ``replication``."""
+    def on_replication(self, e: event_file.Replication) -> None:
         self.replications.append(e)
         if e["failed"]:
             reason = e.get("reason", "")
             self._failed(("replication", "", _COMMIT.sub("", reason)), reason, e["failed"], e["time"])
 
-    def durable_copy(self, e: event_file.DurableCopy) -> None:
-        """Add the event ``durable_copy``."""
+    def on_durable_copy(self, e: event_file.DurableCopy) -> None:
         if e["state"] == "saved":
             self.saved.append(e)
         else:
@@ -84,13 +82,6 @@ class CopiesHistory:
         first, times = (time, count) if before is None else (before.first, before.times + count)
         self._failures[key] = CopyFailure(*key[:2], reason, times, first, time)
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the text of each kind of copies that the job has."""
-        if self.replications:
-            yield "replications", f"{self.replicated}, {self.failed} failed"
-        if self.saved or self.not_saved:
-            yield "durable copies", f"{len(self.saved)} saved, {len(self.not_saved)} failed"
-
 
 # --------------------------------------------------------------------------------------------------------- worker spans
 # Spans of workers: what each process did from its start to its exit.
@@ -102,16 +93,20 @@ _NAMES = {"boot": "boot", "ready": "ready, waits for a world", "leaving": "leave
 _SHORTEST = 1e-6  # seconds of a wait: members are READY as the next world forms
 
 
-class WorkerSpan(NamedTuple):
-    """Span of a slot. A span lies in those that begin before it and end after it."""
+class Span(NamedTuple):
+    """Span of the job, of a host, or of a slot. Those of a slot lie in those that begin before and end after them."""
 
-    host: str
-    slot: int
-    kind: str  # worker, boot, ready, generation, formation, sync, leaving or down
+    kind: str  # of a slot: worker, boot, ready, generation, formation, sync, leaving or down; others: see trace.py
+    host: str | None
+    slot: int | None
     name: str
     begin: float
     end: float
     details: Details
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
 
 
 class WorkerFailed(NamedTuple):
@@ -142,7 +137,7 @@ class _Life:
     draining: bool = False
 
 
-Sink = Callable[[WorkerSpan], None]
+Sink = Callable[[Span], None]
 
 
 @dataclass(slots=True)
@@ -159,7 +154,7 @@ class WorkerSpans:
     _is_whole: bool = False  # all members are known
     _is_over: bool = False
 
-    def started(self, e: event_file.WorkerFields) -> None:
+    def on_worker_started(self, e: event_file.WorkerFields) -> None:
         place = (e["host"], e["slot"])
         for known in (self._slots.get(place), self._lives.get(e["worker"])):
             if known is not None and known.worker in self._lives:
@@ -168,11 +163,10 @@ class WorkerSpans:
         life = _Life(e["worker"], *place, e["time"], e["time"])
         self._lives[e["worker"]] = self._slots[place] = life
 
-    def ready(self, e: event_file.WorkerFields) -> None:
-        life = self._known(e)
-        self._enter(life, "ready", e["time"])
+    def on_worker_ready(self, e: event_file.WorkerReady) -> None:
+        self._enter(self._known(e), "ready", e["time"])
 
-    def world_formed(self, e: event_file.WorldFormed) -> None:
+    def on_world_formed(self, e: event_file.WorldFormed) -> None:
         joined = e["joined"]
         for worker in (*e["left"], *joined):
             self._ages.pop(worker, None)
@@ -185,11 +179,11 @@ class WorkerSpans:
                 life.generation, life.rank = e["generation"], ranks.get(worker)
                 life.resumed = life.synced = None
 
-    def resumed(self, e: event_file.CommonFields) -> None:
+    def on_training_resumed(self, e: event_file.TrainingResumed) -> None:
         for life in self._living_members():
             life.resumed = max(life.since, e["time"])
 
-    def synced(self, e: event_file.Sync) -> None:
+    def on_sync(self, e: event_file.Sync) -> None:
         life = self._lives.get(e["worker"])
         if life is not None and life.phase == "generation":
             life.synced = (e["time"] - e["seconds"], e["time"], e["bytes"])
@@ -198,14 +192,14 @@ class WorkerSpans:
         for life in self._living_members():
             self._enter(life, "leaving", e["time"])
 
-    def unresponsive(self, e: event_file.WorkerUnresponsive) -> None:
+    def on_worker_unresponsive(self, e: event_file.WorkerUnresponsive) -> None:
         life = self._lives.get(e["worker"])
         if life is not None:
             life.unresponsive = e["reason"]
 
-    def host_drains(self, host: str) -> None:
+    def on_host_draining(self, e: event_file.HostDraining) -> None:
         for life in self._lives.values():
-            life.draining = life.draining or life.host == host
+            life.draining = life.draining or life.host == e["host"]
 
     def exited(self, e: event_file.WorkerExited) -> WorkerFailed | None:
         """Record the end of a worker; return the failure if it is one."""
@@ -225,12 +219,12 @@ class WorkerSpans:
         self.failures.append(failure)
         return failure
 
-    def host_removed(self, e: event_file.HostRemoved) -> None:
+    def on_host_removed(self, e: event_file.HostRemoved) -> None:
         for place in [place for place in self._down if place[0] == e["host"]]:
             self._down_ends(place, e["time"])
 
-    def over(self) -> None:
-        """Record that the job ends: the driver now stops the workers, and their ends are no failures."""
+    def on_root_cause(self, e: event_file.RootCause) -> None:
+        """The job ends: the driver now stops the workers, and their ends are no failures."""
         self._is_over = True
 
     def close(self, time: float, why: str) -> None:
@@ -246,7 +240,7 @@ class WorkerSpans:
         """Return the worker of an event. Of a worker without a start (its host was unreachable, or the file begins in
         the middle of the job), the life begins with the event."""
         if e["worker"] not in self._lives:
-            self.started(e)
+            self.on_worker_started(e)
         return self._lives[e["worker"]]
 
     def _living_members(self) -> Iterable[_Life]:
@@ -298,10 +292,10 @@ class WorkerSpans:
     def _down_ends(self, place: tuple[str, int], time: float) -> None:
         if place in self._down:
             begin, how, details = self._down.pop(place)
-            self.sink(WorkerSpan(*place, "down", f"exited: {how}", begin, max(begin, time), details))
+            self.sink(Span("down", *place, f"exited: {how}", begin, max(begin, time), details))
 
     def _emit(self, life: _Life, kind: str, name: str, begin: float, end: float, details: Details) -> None:
-        self.sink(WorkerSpan(life.host, life.slot, kind, name, begin, end, details))
+        self.sink(Span(kind, life.host, life.slot, name, begin, end, details))
 
     def _is_failure(self, life: _Life, e: event_file.WorkerExited) -> bool:
         """Return True for an end that the driver did not ask for. When it stops the job, the events do not say so:
@@ -330,7 +324,6 @@ class GenerationHistory:
     resumed: float | None = None
     downtime_s: float | None = None
     ticks_lost: int = 0
-    commits_lost: int = 0
     lower_bounds: tuple[str, ...] = ()
     end_decided: float | None = None
     end_cause: str = ""
@@ -346,17 +339,6 @@ class GenerationHistory:
             return None
         first, ticks = (self.formed, self.end_tick) if self.resumed is None else (self.resumed, self.end_tick - 1)
         return ticks / (self.last_tick - first) if ticks > 0 and self.last_tick > first else None
-
-
-class JobSpan(NamedTuple):
-    """Span of the job or of a host."""
-
-    kind: str  # hold, change, waiting, formation, downtime, drain, cooldown, stall or driver
-    host: str | None
-    name: str
-    begin: float
-    end: float
-    details: Details
 
 
 class JobMark(NamedTuple):
@@ -404,15 +386,12 @@ class JobHistory:
     drivers: int = 1
     generations: list[GenerationHistory] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
-    spans: list[JobSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     marks: list[JobMark] = field(default_factory=list)
     failures: list[WorkerFailed] = field(default_factory=list)
     goodput: list[tuple[float, float]] = field(default_factory=list)  # time, share since the start
-    syncs: int = 0
-    sync_bytes: int = 0
-    sync_seconds: float = 0.0
+    syncs: list[event_file.Sync] = field(default_factory=list)
     copies: CopiesHistory = field(default_factory=CopiesHistory)
-    warnings: int = 0
     _workers: WorkerSpans = field(init=False)
     _hold: tuple[float, str] | None = None
     _drains: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -432,9 +411,10 @@ class JobHistory:
     def add(self, e: Event) -> None:
         """Add an event. The time of this history never goes back, even if the clock was set back."""
         e["time"] = max(self.last, e["time"])
-        handler: Callable[[Event], None] | None = getattr(self, f"on_{e['event']}", None)
-        if handler is not None:
-            handler(e)
+        for part in (self, self._workers, self.copies):
+            handler: Callable[[Event], None] | None = getattr(part, f"on_{e['event']}", None)
+            if handler is not None:
+                handler(e)
         self.last = e["time"]
 
     def close(self) -> None:
@@ -465,16 +445,12 @@ class JobHistory:
 
     def on_root_cause(self, e: event_file.RootCause) -> None:
         self.root_cause = e
-        self._workers.over()
         self._mark(e, "failure", f"root cause: {e['reason']}")
 
     def on_driver_restarted(self, e: event_file.DriverRestarted) -> None:
         self.drivers = max(self.drivers + 1, e["epoch"])
         self._span("driver", None, f"no event until driver {e['epoch']} reattached", self.last, e["time"], {})
         self._mark(e, "driver", f"driver {e['epoch']} reattached", back=e.get("back"), lost=e.get("lost"))
-
-    def on_warning(self, e: Event) -> None:
-        self.warnings += 1
 
     def on_stall(self, e: Event) -> None:
         self._stalls[e["call"]] = e
@@ -504,13 +480,11 @@ class JobHistory:
         self._mark(e, "host", f"host {e['host']} added", slots=e["slots"])
 
     def on_host_removed(self, e: event_file.HostRemoved) -> None:
-        self._workers.host_removed(e)
         self._drain_ends(e["host"], e["time"])
         self._mark(e, "host", f"host {e['host']} removed")
 
     def on_host_draining(self, e: event_file.HostDraining) -> None:
         self._drains.setdefault(e["host"], (e["time"], e["reason"]))
-        self._workers.host_drains(e["host"])
 
     def on_host_cooldown(self, e: event_file.HostCooldown) -> None:
         self._drain_ends(e["host"], e["time"])
@@ -540,17 +514,10 @@ class JobHistory:
             begin, end, reason = self._cooldowns.pop(host)
             self._span("cooldown", host, f"cooldown of {host}", begin, min(end, time), {"reason": reason})
 
-    def on_worker_started(self, e: event_file.WorkerStarted) -> None:
-        self._workers.started(e)
-
-    def on_worker_unresponsive(self, e: event_file.WorkerUnresponsive) -> None:
-        self._workers.unresponsive(e)
-
     def on_worker_ready(self, e: event_file.WorkerReady) -> None:
         newest = self._newest
         if newest is not None and newest.end_tick is not None and newest.last_tick is None:
             newest.last_tick = e["time"]
-        self._workers.ready(e)
 
     def on_worker_exited(self, e: event_file.WorkerExited) -> None:
         failure = self._workers.exited(e)
@@ -596,24 +563,20 @@ class JobHistory:
         world = (e["size"], e["hosts"], e["joined"], e["left"])
         self.generations.append(GenerationHistory(e["generation"], e["time"], *world, cause, planned))
         self.sizes.append((e["time"], e["size"]))
-        self._workers.world_formed(e)
 
     def on_sync(self, e: event_file.Sync) -> None:
-        self.syncs, self.sync_bytes = self.syncs + 1, self.sync_bytes + e["bytes"]
-        self.sync_seconds = max(self.sync_seconds, e["seconds"])
-        self._workers.synced(e)
+        self.syncs.append(e)
 
     def on_training_resumed(self, e: event_file.TrainingResumed) -> None:
         newest = self._newest
         if newest is None:
             return
         newest.resumed, newest.downtime_s = e["time"], e["downtime_s"]
-        newest.ticks_lost, newest.commits_lost = e["ticks_lost"], e["commits_lost"]
+        newest.ticks_lost = e["ticks_lost"]
         newest.lower_bounds = tuple(e["lower_bounds"])
         losses = {name: e[name] for name in ("downtime_s", "ticks_lost", "commits_lost")}
         self._span("formation", None, "world formation, sync, first tick", newest.formed, e["time"], {})
         self._span("downtime", None, "downtime", e["time"] - (e["downtime_s"] or 0.0), e["time"], losses)
-        self._workers.resumed(e)
 
     def on_generation_finished(self, e: event_file.GenerationFinished) -> None:
         shares = shares_of(e)
@@ -623,45 +586,22 @@ class JobHistory:
             if self._wall_s > 0:
                 self.goodput.append((e["time"], max(0.0, self._kept_s / self._wall_s)))
 
-    def on_replication(self, e: event_file.Replication) -> None:
-        self.copies.replication(e)
-
-    def on_durable_copy(self, e: event_file.DurableCopy) -> None:
-        self.copies.durable_copy(e)
-
     def _span(self, kind: str, host: str | None, name: str, begin: float, end: float, details: Details) -> None:
         begin = max(begin, self.began)
-        self.spans.append(JobSpan(kind, host, name, begin, max(begin, end), details))
+        self.spans.append(Span(kind, host, None, name, begin, max(begin, end), details))
 
     def _mark(self, e: Any, kind: str, name: str, **details: object) -> None:
         self.marks.append(JobMark(e["time"], kind, e.get("host"), name, details))
 
 
-def _ignore(span: object) -> None:
-    """Drop a span."""
-
-
 def histories(
-    path: str, events: Iterable[Event], sink: Callable[[str], Sink] = lambda job: _ignore
+    path: str, events: Iterable[Event], sink: Callable[[str], Sink] = lambda job: lambda span: None
 ) -> list[JobHistory]:
     """Return the histories of all runs of jobs in a file, by their beginning.
 
-    ``sink``: called with the name of each run; returns the receiver of its workers' spans. A ``job_started`` begins a
-    new run; a driver that reattaches continues the run.
+    ``sink``: called with the name of each run; returns the receiver of its workers' spans.
     """
-    found: list[JobHistory] = []
-    newest: dict[str, JobHistory] = {}
-    for event in events:
-        job = event["job"]
-        history = newest.get(job)
-        if history is None or event["event"] == "job_started":
-            history = JobHistory(job, path, event["time"], sink(job))
-            newest[job] = history
-            found.append(history)
-        history.add(event)
-    for history in found:
-        history.close()
-    return found
+    return runs_of(events, lambda first: JobHistory(first["job"], path, first["time"], sink(first["job"])))
 
 
 # --------------------------------------------------------------------------------------------------------------- shares

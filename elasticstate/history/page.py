@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from elasticstate.core.types import listed, number_of
 from elasticstate.history.event_files import number
-from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan, WorkerFailed, parts_of, share_names
+from elasticstate.history.job_history import GenerationHistory, JobHistory, Span, WorkerFailed, parts_of, share_names
 from elasticstate.history.plots import MOST_JOBS, copy_plots, plots, size_text, span_of
 from elasticstate.terminal import printable
 
@@ -35,16 +35,22 @@ def page(runs: Sequence[JobHistory]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"cut": _cut, "duration": duration, "listed": listed, "number_of": number_of}
     return environment.get_template("report.html.jinja").render(
         title=f"Job {labels[0]}" if len(runs) == 1 else f"Comparison of {len(runs)} jobs",
         jobs=[_Job(run, label, f"job-{index}") for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         figures=_figures(runs),
         plots=plots(runs, labels),
         copy_plots=copy_plots(runs, labels),
-        copy_failures=_copy_failures(runs, labels),
+        copy_failures=[
+            (label, run, failure)
+            for run, label in zip(runs, labels, strict=True)
+            for failure in run.copies.failures[:_MOST_ERRORS]
+        ],
         parts=_parts(runs, labels),
         most_jobs=MOST_JOBS,
         most_rows=_MOST_ROWS,
+        most_workers=_SHOWN,
     )
 
 
@@ -106,7 +112,9 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
     sizes = [size for _, size in run.sizes[:-1]]
     share, shares = number(e, "goodput"), parts_of(run)
     stall_s = shares.parts.get("commit_stall") if shares is not None else None
-    syncs = f"{run.syncs} workers, {size_text(run.sync_bytes)}, longest {duration(run.sync_seconds)}"
+    sync_bytes, longest_s = sum(e["bytes"] for e in run.syncs), max((e["seconds"] for e in run.syncs), default=0.0)
+    syncs = f"{len(run.syncs)} workers, {size_text(sync_bytes)}, longest {duration(longest_s)}"
+    copies, durable = run.copies, f"{len(run.copies.saved)} saved, {len(run.copies.not_saved)} failed"
     found = {
         "status": str(status),
         "began": _clock(run.began),
@@ -121,28 +129,12 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
         "workers": span_of(sizes, "d") if sizes else "no world",
         "commit stall": duration(stall_s) if stall_s is not None else "",
         "syncs of state": syncs if run.syncs else "",
-        **dict(run.copies.texts()),
+        "replications": f"{copies.replicated}, {copies.failed} failed" if copies.replications else "",
+        "durable copies": durable if copies.saved or copies.not_saved else "",
         "drivers": str(run.drivers),
         "event file": run.path,
     }
     return {name: value for name, value in found.items() if value}
-
-
-def _copy_failures(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[dict[str, str]]:
-    """Return the rows of the table of copies that failed, by job and reason."""
-    return [
-        {
-            "job": label,
-            "what": failure.what,
-            "kind": failure.kind,
-            "times": str(failure.times),
-            "first": duration(failure.first - run.began),
-            "last": duration(failure.last - run.began),
-            "reason": _cut(failure.reason),
-        }
-        for run, label in zip(runs, labels, strict=True)
-        for failure in run.copies.failures[:_MOST_ERRORS]
-    ]
 
 
 def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[TableRow]:
@@ -158,17 +150,6 @@ def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[TableRow]:
     return rows
 
 
-class _FailureGroup(NamedTuple):
-    """Failures with the same cause and the same last line of the error."""
-
-    how: str
-    last_line: str
-    number: int
-    where: str
-    first: str
-    error: str
-
-
 @dataclass(slots=True)
 class _Job:
     """Values of the template for one job."""
@@ -178,114 +159,38 @@ class _Job:
     anchor: str
 
     @property
-    def command(self) -> str:
-        return "" if self.run.started is None else " ".join(self.run.started.get("command", ()))
+    def generations(self) -> list[GenerationHistory]:
+        """The first and the last generations, as many as a table shows."""
+        found, half = self.run.generations, _MOST_ROWS // 2
+        return found if len(found) <= _MOST_ROWS else [*found[:half], *found[-half:]]
 
     @property
-    def root_cause(self) -> dict[str, str] | None:
-        e = self.run.root_cause
-        return None if e is None else {"reason": e["reason"], "error": _cut(str(e.get("error") or ""))}
-
-    @property
-    def generations(self) -> list[dict[str, object]]:
-        return [self._generation(g) for g in _ends_of(self.run.generations)]
-
-    @property
-    def omitted(self) -> int:
-        return max(0, len(self.run.generations) - _MOST_ROWS)
-
-    def _generation(self, g: GenerationHistory) -> dict[str, object]:
-        cause = g.cause or ("start of the job" if g is self.run.generations[0] else "not in the file")
-        rate = g.ticks_per_s
-        return {
-            "number": g.number,
-            "formed": duration(g.formed - self.run.began),
-            "cause": cause,
-            "kind": "" if not g.cause else "planned" if g.planned else "failure",
-            "size": g.size,
-            "hosts": g.hosts,
-            "joined": listed(g.joined, shown=_SHOWN),
-            "left": listed(g.left, shown=_SHOWN),
-            "lasted": duration((self.run.last if g.ended is None else g.ended) - g.formed),
-            "downtime": duration(g.downtime_s),
-            "ticks_lost": ("≥ " if "ticks_lost" in g.lower_bounds else "") + str(g.ticks_lost),
-            "rate": "-" if rate is None else f"{rate:.3g}",
-        }
-
-    @property
-    def failure_groups(self) -> list[_FailureGroup]:
-        groups: dict[tuple[str, str], list[WorkerFailed]] = {}
+    def failure_groups(self) -> list[tuple[str, str, list[str], list[WorkerFailed]]]:
+        """Failures by cause: how they ended, the last line of their errors, their slots, the failures themselves."""
+        groups: defaultdict[tuple[str, str], list[WorkerFailed]] = defaultdict(list)
         for failure in self.run.failures:
-            last_line = failure.error.strip().rpartition("\n")[2][:300]
-            groups.setdefault((failure.how, last_line), []).append(failure)
+            groups[failure.how, failure.error.strip().rpartition("\n")[2][:300]].append(failure)
         ordered = sorted(groups.items(), key=lambda group: -len(group[1]))[:_MOST_ERRORS]
-        return [self._group(how, last_line, failures) for (how, last_line), failures in ordered]
-
-    def _group(self, how: str, last_line: str, failures: list[WorkerFailed]) -> _FailureGroup:
-        first = failures[0]
-        rank = "no rank yet" if first.rank is None else f"rank {first.rank}"
-        slots = list(dict.fromkeys(f"{failure.host}:{failure.slot}" for failure in failures))
-        where = f"{first.host}:{first.slot} ({rank}, generation {first.generation})"
-        at = f"{where}, {duration(first.time - self.run.began)} after the start"
-        return _FailureGroup(how, last_line, len(failures), listed(slots, shown=_SHOWN), at, _cut(first.error))
+        return [
+            (*key, list(dict.fromkeys(f"{f.host}:{f.slot}" for f in failures)), failures) for key, failures in ordered
+        ]
 
     @property
-    def hosts(self) -> list[dict[str, object]]:
-        """Return the hosts with failures, drains or cooldowns, those with the most failures first."""
-        failures: dict[str, Counter[str]] = {}
+    def hosts(self) -> list[tuple[str, Counter[str], list[Span], int]]:
+        """The hosts with failures, drains, cooldowns or lost agents, those with the most failures first."""
+        failures: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for failure in self.run.failures:
-            failures.setdefault(failure.host, Counter())[failure.how] += 1
-        spans: dict[str, list[JobSpan]] = {}
+            failures[failure.host][failure.how] += 1
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
         for span in self.run.spans:
             if span.host is not None:
-                spans.setdefault(span.host, []).append(span)
+                spans[span.host].append(span)
         lost = Counter(m.host for m in self.run.marks if m.kind == "agent" and "reason" in m.details)
-        names = sorted({*failures, *spans, *filter(None, lost)}, key=lambda host: -sum(failures.get(host, {}).values()))
-        return [self._host(name, failures.get(name, Counter()), spans.get(name, []), lost[name]) for name in names]
+        names = sorted({*failures, *spans, *filter(None, lost)}, key=lambda host: -failures[host].total())
+        return [(name, failures[name], spans[name], lost[name]) for name in names]
 
-    def _host(self, name: str, failures: Counter[str], spans: list[JobSpan], lost: int) -> dict[str, object]:
-        drains = [span for span in spans if span.kind == "drain"]
-        cooldowns = [span for span in spans if span.kind == "cooldown"]
-        return {
-            "name": name,
-            "failures": sum(failures.values()),
-            "causes": ", ".join(f"{how} ({count})" for how, count in failures.most_common(5)),
-            "lost": lost,
-            "drains": len(drains),
-            "cooldowns": len(cooldowns),
-            "cooldown_time": duration(sum(span.end - span.begin for span in cooldowns)) if cooldowns else "-",
-            "reason": spans[-1].details.get("reason", "") if spans else "",
-        }
-
-    @property
-    def stalls(self) -> list[dict[str, str]]:
-        return [
-            {
-                "at": duration(span.begin - self.run.began),
-                "lasted": duration(span.end - span.begin),
-                "call": span.name.removeprefix("stall: "),
-                "missing": str(span.details["missing"]),
-                "end": str(span.details["end"]),
-            }
-            for span in self.run.spans
-            if span.kind == "stall"
-        ][:_MOST_ROWS]
-
-    @property
-    def drivers(self) -> list[str]:
-        gaps = [span for span in self.run.spans if span.kind == "driver"]
-        return [f"{span.name}: for {duration(span.end - span.begin)}" for span in gaps[:_MOST_ROWS]]
-
-    @property
-    def counts(self) -> str:
-        failures = number_of(len(self.run.failures), "failure")
-        return f"{number_of(len(self.run.generations), 'generation')}, {failures} of workers"
-
-
-def _ends_of(generations: list[GenerationHistory]) -> list[GenerationHistory]:
-    """Return the first and the last generations, as many as a table shows."""
-    half = _MOST_ROWS // 2
-    return generations if len(generations) <= _MOST_ROWS else [*generations[:half], *generations[-half:]]
+    def spans(self, kind: str) -> list[Span]:
+        return [span for span in self.run.spans if span.kind == kind][:_MOST_ROWS]
 
 
 def _cut(text: str) -> str:

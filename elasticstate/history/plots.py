@@ -115,8 +115,10 @@ def axes_of(title: str, x: str, y: str, height: float = 3.1) -> tuple[Figure, Ax
     return figure, axes
 
 
-def drawn(figure: Figure, axes: Axes, texts: Sequence[str], always: bool = False) -> Plot:
-    """Return the plot as SVG without fixed size or colours. ``texts``: one sentence for each job."""
+def drawn(figure: Figure, axes: Axes, texts: Sequence[str], always: bool = False) -> Plot | None:
+    """Return the plot as SVG without fixed size or colours. ``texts``: one sentence for each job with data."""
+    if not texts:
+        return None
     handles, labels = axes.get_legend_handles_labels()
     if always or len(labels) > 1:
         ncols = 1 if max(map(len, labels)) > 28 else 2 if max(map(len, labels)) > 14 else 3
@@ -173,12 +175,8 @@ def span_of(values: Sequence[float], form: str) -> str:
 
 
 def size_text(count: float) -> str:
-    value = count
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
+    scale, unit = _unit(count)
+    return f"{count / scale:.3g} {unit}"
 
 
 def short(text: str) -> str:
@@ -199,10 +197,6 @@ def thinned(points: Points, most: int) -> Points:
     return [points[0], *kept.values()]
 
 
-def thinned_list(values: list[Any], most: int) -> list[Any]:
-    return values[:: -(-len(values) // most)] if values else values
-
-
 def columns(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
@@ -219,7 +213,7 @@ def plots(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[Plot]:
 
 def _sizes(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("World size over time", "workers")
-    texts, largest, has_failures = [], 0, False
+    texts, largest, failures = [], 0, Points()
     for index, (run, label) in enumerate(shown):
         points = clock.points(run, run.sizes)
         if points:
@@ -227,17 +221,11 @@ def _sizes(shown: Shown, clock: Clock) -> Plot | None:
             largest = max(largest, *sizes)
             axes.step(*columns(points), where="post", label=label, **line_style(index))
             texts.append(f"{label}: {span_of(sizes, 'd')} workers, {sizes[-1]} at the end")
-        failures = clock.points(run, _failures_on_line(run), _MOST_MARKS)
-        if failures:
-            has_failures = True
-            axes.plot(*columns(failures), "x", color=TEXT, markersize=6, markeredgewidth=1.5, zorder=3)
-    if not texts:
-        return None
-    if has_failures:
-        axes.plot([], [], "x", color=TEXT, label="failure of a worker", markersize=6, markeredgewidth=1.5)
+        failures += clock.points(run, _failures_on_line(run), _MOST_MARKS)
+    _cross(axes, failures, "failure of a worker")
     axes.set_ylim(0, largest * 1.12)
     axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    return drawn(figure, axes, texts, always=has_failures)
+    return drawn(figure, axes, texts, always=bool(failures))
 
 
 def _parts(shown: Shown, clock: Clock) -> Plot | None:
@@ -305,7 +293,7 @@ def _rates(shown: Shown, clock: Clock) -> Plot | None:
     for index, (run, label) in enumerate(shown):
         points: Points = []
         known = [(g, rate) for g in run.generations if (rate := g.ticks_per_s) is not None]
-        for g, rate in thinned_list(known, _MOST_MARKS):
+        for g, rate in known[:: max(1, -(-len(known) // _MOST_MARKS))]:
             begin, end = g.resumed or g.formed, g.last_tick or g.formed
             points += [*clock.since_start(run, [(begin, rate), (end, rate)]), (nan, nan)]
         if points:
@@ -313,8 +301,6 @@ def _rates(shown: Shown, clock: Clock) -> Plot | None:
             rates = [rate for _, rate in known]
             largest = max(largest, *rates)
             texts.append(f"{label}: {span_of(rates, '.3g')} ticks per s in {number_of(len(known), 'generation')}")
-    if not texts:
-        return None
     axes.set_ylim(0, largest * 1.15)
     return drawn(figure, axes, texts)
 
@@ -367,7 +353,6 @@ def _failures_on_line(run: JobHistory) -> Points:
 
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-_CROSS: dict[str, Any] = {"color": TEXT, "markersize": 6, "markeredgewidth": 1.5, "linestyle": "none", "marker": "x"}
 
 
 def copy_plots(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[Plot]:
@@ -388,10 +373,8 @@ def _ages(shown: Shown, clock: Clock) -> Plot | None:
             texts.append(f"{label}: at most {max(ages):.3g} s; {counts}")
         failed = [(e["time"], e["age_s"] or 0.0) for e in run.copies.replications if e["failed"]]
         failures += clock.points(run, failed, _MOST_MARKS)
-    if not texts:
-        return None
     _cross(axes, failures, "with failed replications")
-    axes.set_ylim(0, max(values) * 1.15 or 1.0)
+    axes.set_ylim(0, max(values, default=0.0) * 1.15 or 1.0)
     return drawn(figure, axes, texts, always=bool(failures))
 
 
@@ -427,8 +410,6 @@ def _durations(shown: Shown, clock: Clock) -> Plot | None:
             took = f" in {span_of([copy['seconds'] for copy in saved], '.2g')} s" if saved else ""
             texts.append(f"{label}: {len(saved)} saved{took}; {len(failed)} failed")
         failures += clock.points(run, [(time, 0.0) for time in failed], _MOST_MARKS)
-    if not texts:
-        return None
     _cross(axes, failures, "failed attempt")
     axes.set_ylim(0, max(values, default=0.0) * 1.15 or 1.0)
     return drawn(figure, axes, texts, always=bool(failures))
@@ -459,7 +440,8 @@ def _bytes_per_s(e: Replication) -> float:
 def _cross(axes: Axes, points: Points, label: str) -> None:
     """Mark failures, also those on the x axis, and name the mark in the legend."""
     if points:
-        axes.plot(*columns(points), label=label, zorder=3, clip_on=False, **_CROSS)
+        style: dict[str, Any] = {"color": TEXT, "markersize": 6, "markeredgewidth": 1.5, "zorder": 3, "clip_on": False}
+        axes.plot(*columns(points), "x", label=label, **style)
 
 
 def _unit(largest: float) -> tuple[float, str]:

@@ -16,7 +16,7 @@ import msgspec
 
 from elasticstate.core.types import number_of
 from elasticstate.history.event_files import Event
-from elasticstate.history.job_history import JobHistory, JobSpan, Sink, WorkerSpan, histories
+from elasticstate.history.job_history import JobHistory, Sink, Span, histories
 
 _LANES = {  # of the job's process, each with the kinds of its spans
     "generations": ("generation",),
@@ -52,12 +52,11 @@ class ChromeTrace:
 
     def add(self, path: str, events: Iterable[Event]) -> list[JobHistory]:
         """Add the runs of an event file. Raises OptionError as ``read_events`` does."""
-        hosts: dict[int, _Hosts] = {}
-        order: list[_Hosts] = []
+        hosts: list[_Hosts] = []
 
         def sink(job: str) -> Sink:
             found = _Hosts(self, self._process(f"job {job}"))
-            order.append(found)
+            hosts.append(found)
             return found.span
 
         def with_origin() -> Iterable[Event]:
@@ -67,8 +66,7 @@ class ChromeTrace:
                 yield event
 
         runs = histories(path, with_origin(), sink)
-        for run, found in zip(runs, order, strict=True):
-            hosts[id(run)] = found
+        for run, found in zip(runs, hosts, strict=True):
             self._add_job(run, found)
         return runs
 
@@ -97,7 +95,7 @@ class ChromeTrace:
         for time, share in run.goodput:
             self.counter(process, time, "goodput", {"share": share})
 
-    def _add_lanes(self, process: int, number: int, name: str, spans: list[JobSpan]) -> int:
+    def _add_lanes(self, process: int, number: int, name: str, spans: list[Span]) -> int:
         """Add spans that may overlap: each goes to the first lane that is free. Return the number of the last lane."""
         free: list[tuple[int, int]] = []  # end of the last span of a lane, number of the lane
         first = number
@@ -109,7 +107,7 @@ class ChromeTrace:
                 number = lane = number + 1
                 self.thread(process, lane, name if lane == first + 1 else f"{name} {lane - first}")
             heappush(free, (end, lane))
-            self.span(process, lane, span.name, span.kind, span.begin, span.end, span.details)
+            self.span(process, lane, span)
         return number
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -118,13 +116,12 @@ class ChromeTrace:
         """Return a time in microseconds since the first event, at least 0."""
         return max(0, round((time - (self._origin or 0.0)) * 1e6))
 
-    def span(
-        self, process: int, thread: int, name: str, kind: str, begin: float, end: float, args: dict[str, Any]
-    ) -> None:
-        ts = self.ts(begin)
-        length = max(0, self.ts(end) - ts)
+    def span(self, process: int, thread: int, span: Span) -> None:
+        ts, kind, args = self.ts(span.begin), span.kind, span.details
+        length = max(0, self.ts(span.end) - ts)
         self.spans += 1
-        head = {"ph": "X", "pid": process, "tid": thread, "ts": ts, "dur": length, "name": name or kind, "cat": kind}
+        name = span.name or kind
+        head = {"ph": "X", "pid": process, "tid": thread, "ts": ts, "dur": length, "name": name, "cat": kind}
         self._put(process, thread, ts, -length, {**head, "args": args} if args else head, _PARENTS.get(kind))
 
     def mark(self, process: int, time: float, name: str, kind: str, args: dict[str, Any]) -> None:
@@ -176,18 +173,18 @@ class _Hosts:
             self._processes[host] = self._trace.new_host(host)
         return self._processes[host]
 
-    def span(self, span: WorkerSpan) -> None:
+    def span(self, span: Span) -> None:
+        assert span.host is not None
+        assert span.slot is not None
         process, thread = self.process(span.host), span.slot + 1
         if (process, thread) not in self._threads:
             self._threads.add((process, thread))
             self._trace.thread(process, thread, f"slot {span.slot}")
-        self._trace.span(process, thread, span.name, span.kind, span.begin, span.end, span.details)
+        self._trace.span(process, thread, span)
 
 
-def _generations(run: JobHistory) -> Iterable[JobSpan]:
+def _generations(run: JobHistory) -> Iterable[Span]:
     for g in run.generations:
-        end = run.last if g.ended is None else g.ended
+        name, end = f"generation {g.number}: {number_of(g.size, 'worker')}", run.last if g.ended is None else g.ended
         details = {"size": g.size, "hosts": g.hosts, "joined": g.joined, "left": g.left, "end": g.end_cause}
-        yield JobSpan(
-            "generation", None, f"generation {g.number}: {number_of(g.size, 'worker')}", g.formed, end, details
-        )
+        yield Span("generation", None, None, name, g.formed, end, details)

@@ -17,7 +17,7 @@ from elasticstate.core.ids import SlotId, WorkerId
 from elasticstate.core.state import NEWCOMER
 from elasticstate.core.types import listed
 from elasticstate.core.worlds import assign
-from elasticstate.history.event_files import Event
+from elasticstate.history.event_files import Event, runs_of
 
 Phase = Literal["started", "ready", "member", "unresponsive", "exited", "lost"]
 
@@ -92,7 +92,10 @@ class JobCheck:
             self._silent.update(range(1, generation + 1))
         handler: Callable[[Any], None] | None = getattr(self, f"on_{name}", None)
         if handler is not None:
-            handler(e)
+            try:
+                handler(e)
+            except ValueError:
+                raise e.error(f"'worker' is {e['worker']!r}") from None
         if name not in _BESIDES_STEPS:
             self.generation = generation
 
@@ -210,11 +213,10 @@ class JobCheck:
         self._leaving.discard(e["host"])
         self._cooldowns.pop(e["host"], None)
 
-    def on_host_removed(self, e: event_file.HostRemoved) -> None:
+    def on_host_removed(self, e: event_file.HostRemoved | event_file.HostDraining) -> None:
         self._leaving.add(e["host"])
 
-    def on_host_draining(self, e: event_file.HostDraining) -> None:
-        self._leaving.add(e["host"])
+    on_host_draining = on_host_removed
 
     def on_host_cooldown(self, e: event_file.HostCooldown) -> None:
         self._cooldowns[e["host"]] = e["time"] + e["seconds"]
@@ -367,18 +369,5 @@ def _id(worker: str) -> WorkerId:
 
 
 def checks(events: Iterable[Event]) -> list[JobCheck]:
-    """Return the checks of all runs of jobs in a file. A ``job_started`` begins a new run."""
-    found: list[JobCheck] = []
-    newest: dict[str, JobCheck] = {}
-    for event in events:
-        job = event["job"]
-        if job not in newest or event["event"] == "job_started":
-            newest[job] = JobCheck()
-            found.append(newest[job])
-        try:
-            newest[job].add(event)
-        except ValueError:
-            raise event.error(f"'worker' is {event['worker']!r}") from None
-    for check in found:
-        check.close()
-    return found
+    """Return the checks of all runs of jobs in a file."""
+    return runs_of(events, lambda first: JobCheck())

@@ -11,7 +11,7 @@ import pytest
 from elasticstate.core.event_file import by_name
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
-from elasticstate.history.job_history import JobHistory, histories
+from elasticstate.history.job_history import CopiesHistory, JobHistory, WorkerSpans, histories
 from tests.kit.events import EventLines, killed_and_restarted
 
 GOOD = '{"time": 1.0, "event": "warning", "job": "j", "generation": 0, "text": "t"}\n'
@@ -75,8 +75,9 @@ def test_a_line_that_is_no_event_is_named_by_its_number(tmp_path: Path, line: st
 
 
 def test_only_events_have_a_method_in_the_history() -> None:
-    """``JobHistory.add`` finds the method by the name of the event."""
-    assert {name[3:] for name in dir(JobHistory) if name.startswith("on_")} <= set(by_name())
+    """``JobHistory.add`` finds the methods by the name of the event."""
+    names = {*dir(JobHistory), *dir(WorkerSpans), *dir(CopiesHistory)}
+    assert {name[3:] for name in names if name.startswith("on_")} <= set(by_name())
 
 
 @pytest.mark.parametrize(("name", "problem"), [("absent", "No such file"), (".", "Is a directory")])
