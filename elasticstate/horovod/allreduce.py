@@ -143,17 +143,17 @@ def allreduce(
     dies.
     """
     op = operation(average, op)
+    arguments = None, op, prescale_factor, postscale_factor, process_set, compression
     if torch.is_grad_enabled() and tensor.requires_grad:
         if op not in (Op.AVERAGE, Op.SUM):
             raise CallUsageError(
                 f"op={op.value}: no gradient flows through this operation. Call detach() on the tensor, or use Average "
                 "or Sum."
             )
-        arguments = op, prescale_factor, postscale_factor, compression, process_set
         # Each rank's tensor is in each rank's output, so its gradient is reduced like the tensor.
         run = functools.partial(_start, tensor, name, False, True, *arguments)
         return differentiable(tensor, run, lambda gradient: _start(gradient, None, False, True, *arguments).wait())
-    return _start(tensor, name, False, True, op, prescale_factor, postscale_factor, compression, process_set).wait()
+    return _start(tensor, name, False, True, *arguments).wait()
 
 
 def allreduce_async(
@@ -170,8 +170,7 @@ def allreduce_async(
     Like all asynchronous calls, it first compares the calls of all ranks, so it returns after all ranks have made the
     call. With a name, it also returns when the others make another call first, and starts when they have made this one.
     """
-    factors = prescale_factor, postscale_factor
-    return _start(tensor, name, False, False, operation(average, op), *factors, process_set=process_set)
+    return _start(tensor, name, False, False, average, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
@@ -184,8 +183,7 @@ def allreduce_(
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Run ``allreduce`` in place, and return ``tensor``."""
-    factors = prescale_factor, postscale_factor
-    return _start(tensor, name, True, True, operation(average, op), *factors, process_set=process_set).wait()
+    return _start(tensor, name, True, True, average, op, prescale_factor, postscale_factor, process_set).wait()
 
 
 def allreduce_async_(
@@ -198,8 +196,7 @@ def allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle[torch.Tensor]:
     """Start ``allreduce_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
-    factors = prescale_factor, postscale_factor
-    return _start(tensor, name, True, False, operation(average, op), *factors, process_set=process_set)
+    return _start(tensor, name, True, False, average, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce(
@@ -213,13 +210,10 @@ def grouped_allreduce(
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
     """Run ``allreduce`` on several tensors at once. Return new tensors in the same order."""
-    op = operation(average, op)
-    factors = prescale_factor, postscale_factor
-    named = calls.named(tensors, name)
+    arguments = op, prescale_factor, postscale_factor, process_set
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return [allreduce(tensor, None, part, compression, op, *factors, process_set) for tensor, part in named]
-    handles = [_start(tensor, part, False, True, op, *factors, compression, process_set) for tensor, part in named]
-    return [handle.wait() for handle in handles]
+        return [allreduce(t, average, part, compression, *arguments) for t, part in calls.named(tensors, name)]
+    return _start_group(tensors, name, False, True, average, *arguments, compression).wait()
 
 
 def grouped_allreduce_async(
@@ -232,8 +226,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle[list[torch.Tensor]]:
     """Start ``grouped_allreduce``. ``synchronize()`` returns the new tensors. No gradient flows through them."""
-    factors = prescale_factor, postscale_factor
-    return _start_group(tensors, name, False, False, operation(average, op), *factors, process_set)
+    return _start_group(tensors, name, False, False, average, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(
@@ -246,8 +239,7 @@ def grouped_allreduce_(
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
     """Run ``grouped_allreduce`` in place, and return ``tensors``."""
-    factors = prescale_factor, postscale_factor
-    return _start_group(tensors, name, True, True, operation(average, op), *factors, process_set).wait()
+    return _start_group(tensors, name, True, True, average, op, prescale_factor, postscale_factor, process_set).wait()
 
 
 def grouped_allreduce_async_(
@@ -260,8 +252,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle[list[torch.Tensor]]:
     """Start ``grouped_allreduce_``. Do not use ``tensors`` until ``synchronize()`` returns them."""
-    factors = prescale_factor, postscale_factor
-    return _start_group(tensors, name, True, False, operation(average, op), *factors, process_set)
+    return _start_group(tensors, name, True, False, average, op, prescale_factor, postscale_factor, process_set)
 
 
 def _start_group(
@@ -269,15 +260,16 @@ def _start_group(
     name: str | None,
     in_place: bool,
     waits: bool,
-    op: Op,
+    average: bool | None,
+    op: Op | None,
     prescale: float,
     postscale: float,
     process_set: ProcessSet | None,
+    compression: type[Compressor] = Compression.none,
 ) -> Handle[list[torch.Tensor]]:
     generation = members_of(process_set).generation
-    arguments = in_place, waits, op, prescale, postscale
-    handles = [_start(t, part, *arguments, process_set=process_set) for t, part in calls.named(tensors, name)]
-    return together(handles, generation)
+    arguments = in_place, waits, average, op, prescale, postscale, process_set, compression
+    return together([_start(t, part, *arguments) for t, part in calls.named(tensors, name)], generation)
 
 
 def differentiable(
@@ -307,12 +299,14 @@ def _start(
     name: str | None,
     in_place: bool,
     waits: bool,
-    op: Op,
+    average: bool | None,
+    op: Op | None,
     prescale: float,
     postscale: float,
+    process_set: ProcessSet | None,
     compression: type[Compressor] = Compression.none,
-    process_set: ProcessSet | None = None,
 ) -> Handle[torch.Tensor]:
+    op = operation(average, op)
     reduce_op = torch_operation(op)
     members = members_of(process_set)
     with torch.no_grad():

@@ -27,6 +27,25 @@ from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.negotiation import Handle, together
 from elasticstate.horovod.world import ProcessSet, members_of
 
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated by rank: ``[sum of first dimensions, ...]``. Gradients flow.
@@ -68,11 +87,6 @@ def grouped_allgather_async(
 ) -> Handle[list[torch.Tensor]]:
     """Start ``grouped_allgather``. Small collectives exchange the sizes before it returns."""
     return _start_group(tensors, name, process_set, waits=False)
-
-
-def start_part(tensor: torch.Tensor, label: str, name: str | None, members: Members) -> Handle[torch.Tensor]:
-    """Start the gather of one part of a tensor. ``name``: that of the tensor; None: ``label`` need not be unique."""
-    return _start_allgather(tensor, label, members, waits=False, is_unique=name is not None)
 
 
 def _start_group(
@@ -518,8 +532,9 @@ def sparse_allreduce_async(
     members = members_of(process_set)
     label = name if name is not None else "sparse"
     own = tensor.detach()
-    indices = start_part(own._indices().t().contiguous(), f"{label}.indices of {list(own.shape)}", name, members)
-    values = start_part(own._values(), f"{label}.values", name, members)
+    start = functools.partial(_start_allgather, members=members, waits=False, is_unique=name is not None)
+    indices = start(own._indices().t().contiguous(), f"{label}.indices of {list(own.shape)}")
+    values = start(own._values(), f"{label}.values")
 
     def finish() -> torch.Tensor:
         found = values.wait()

@@ -57,7 +57,13 @@ def run(
     Raises UsageError for arguments that cannot have an effect, and what ``elasticstate.launch`` raises: a
     WorkerFailedError with the root cause, if the job fails.
     """
-    _refuse(mpi_args=mpi_args, executable=executable)
+    refused = {
+        "mpi_args": (mpi_args, "elasticrun calls mpirun itself. Leave it out."),
+        "executable": (executable, "the workers run with this Python, which other hosts must have at the same path."),
+    }
+    for name, (value, remedy) in refused.items():
+        if value is not None:
+            raise ArgumentUsageError(f"run({name}={value!r}): {remedy}")
     if use_gloo and use_mpi:
         raise ArgumentUsageError("run(use_gloo=True, use_mpi=True): they exclude each other. Give only one of them.")
     backend = "gloo" if use_gloo else "mpi" if use_mpi else None
@@ -80,15 +86,3 @@ def run(
     }
     workers = np if np is not None and num_proc == 1 else num_proc
     return elasticstate.launch(func, args, kwargs, np=workers, horovod=True, **given)
-
-
-_REMEDIES = {
-    "mpi_args": "elasticrun calls mpirun itself. Leave it out.",
-    "executable": "the workers run with this Python, which other hosts must have at the same path.",
-}
-
-
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ArgumentUsageError(f"run({name}={value!r}): {_REMEDIES[name]}")

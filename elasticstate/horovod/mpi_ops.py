@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.errors import CollectiveError as HorovodInternalError
-from elasticstate.horovod import negotiation, world
+from elasticstate.horovod import collectives, negotiation, world
 from elasticstate.horovod.allreduce import (
     DTYPES,
     OPS,
@@ -23,56 +23,11 @@ from elasticstate.horovod.allreduce import (
     torch_operation,
 )
 from elasticstate.horovod.calls import CallKind, CallUsageError, failures_named
-from elasticstate.horovod.collectives import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from elasticstate.horovod.collectives import *  # noqa: F403
 from elasticstate.horovod.compression import Compression
 from elasticstate.horovod.negotiation import CallHeader, poll, synchronize
 from elasticstate.horovod.optimizer import reducer_of
-from elasticstate.horovod.world import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    members_of,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from elasticstate.horovod.world import *  # noqa: F403
 
 Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
 
@@ -83,62 +38,22 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += collectives.__all__
+__all__ += world.__all__
 
 
 def join(device: int = -1) -> int:
@@ -159,10 +74,11 @@ def join(device: int = -1) -> int:
     """
     if world.has_sets():
         raise CallUsageError("join() does not work with process sets. Remove them first: hvd.remove_process_set().")
-    members = members_of(None)
+    members = world.members_of(None)
     if members.size == 1:
         return 0
-    negotiation.complete(members)
+    for late in list(members.earlier.values()):
+        late.wait_for_start()
     is_last = True
     while (header := negotiation.receive(members)) is not None:
         is_last = False

@@ -123,7 +123,7 @@ class CallHeader(NamedTuple):
 
 _state: weakref.ref[elasticstate.State] | None = None  # the state in use by elastic.run
 _joined_in = 0  # generation whose last header reported joined ranks
-_waits = 0
+_waits = 0  # calls in which this process has waited until the others have come as far
 
 
 def use(state: elasticstate.State | None) -> None:
@@ -134,17 +134,6 @@ def use(state: elasticstate.State | None) -> None:
 
 def state() -> elasticstate.State | None:
     return _state() if _state is not None else None
-
-
-def waits() -> int:
-    """Return the number of calls in which this process has waited until the others have come as far."""
-    return _waits
-
-
-def count_wait() -> None:
-    """Count a call in which this process waits for the others."""
-    global _waits
-    _waits += 1
 
 
 def ticks() -> int:
@@ -164,11 +153,11 @@ def agree(call: Call, members: Members, yields: bool = False, is_done: Callable[
             wrong arguments, or some are in ``join()`` and the call needs all ranks.
         The errors of a collective.
     """
+    global _waits
     try:
         return _agree(call, members, yields, is_done)
     finally:
-        if not yields:
-            count_wait()
+        _waits += not yields
 
 
 def _agree(call: Call, members: Members, yields: bool, is_done: Callable[[], bool]) -> bool:
@@ -357,7 +346,7 @@ class NameUse:
     """Use of a name by a call that has just started, also after its handle is dropped."""
 
     def __init__(self) -> None:
-        self._waits = waits()
+        self._waits = _waits
         self._is_over = False
 
     def end(self) -> None:
@@ -366,7 +355,7 @@ class NameUse:
 
     def is_over(self) -> bool:
         """Return True if the name may be used again: after any later call that waits for the other ranks."""
-        return self._is_over or waits() > self._waits
+        return self._is_over or _waits > self._waits
 
 
 class Handle(Generic[T]):
@@ -396,11 +385,6 @@ class Handle(Generic[T]):
         self.name_use: NameUse | None = None
         self._output: T | None = None
 
-    def use_name(self) -> NameUse:
-        """Return the use of its name."""
-        self.name_use = NameUse()
-        return self.name_use
-
     def is_done(self) -> bool:
         is_done = all(work.is_completed() for work in self.works) and all(part.is_done() for part in self._parts)
         if is_done and self.name_use is not None:
@@ -409,6 +393,7 @@ class Handle(Generic[T]):
 
     def wait(self) -> T:
         """Return the output. Raises the collective's error; CollectiveError if its world is over."""
+        global _waits
         if self._output is None:
             if world_generation() != self._generation:
                 self.works = ()
@@ -417,7 +402,7 @@ class Handle(Generic[T]):
                     f"the present world."
                 )
             works, self.works = self.works, ()
-            count_wait()
+            _waits += 1
             if self.name_use is not None:
                 self.name_use.end()
             with failures_named():
@@ -476,12 +461,6 @@ def start(call: Call, members: Members, launch: Callable[[], Handle[T]], waits: 
     return late
 
 
-def complete(members: Members) -> None:
-    """Wait until the other ranks have made all calls that this rank has made."""
-    for late in list(members.earlier.values()):
-        late.wait_for_start()
-
-
 class LateHandle(Handle[T], Generic[T]):
     """Handle of a call that other ranks make later. It starts in a later call of this rank."""
 
@@ -533,7 +512,7 @@ class LateHandle(Handle[T], Generic[T]):
 
 def _launch(key: str, members: Members, launch: Callable[[], Handle[T]]) -> Handle[T]:
     handle = launch()
-    members.running[key] = handle.use_name()
+    members.running[key] = handle.name_use = NameUse()
     return handle
 
 

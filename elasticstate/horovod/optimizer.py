@@ -22,7 +22,7 @@ from elasticstate.horovod.allreduce import Op, scale, torch_operation
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members, OptimizerUsageError, failures_named
 from elasticstate.horovod.collectives import SparseGradients
 from elasticstate.horovod.compression import Compression, Compressor
-from elasticstate.horovod.world import ProcessSet, is_member, members_of, need_process_set
+from elasticstate.horovod.world import ProcessSet, members_of, need_process_set
 
 # -------------------------------------------------------------------------------------------------------------- buckets
 # Buckets: gradients that are sent together, because many small collectives cost more than few large ones.
@@ -57,7 +57,7 @@ class Bucket:
     """
 
     def __init__(self, parameters: list[torch.Tensor], name: str) -> None:
-        self._name = name
+        self._call = Call(CallKind.ALLREDUCE, ("allreduce",), name=name)
         self._span: timeline.Span | None = None
         self.parameters = parameters
         self.incomplete = len(parameters)  # gradients that are not complete yet
@@ -102,7 +102,7 @@ class Bucket:
                 copy_all([view for view, _ in given], [gradient for _, gradient in given])
             scale(flat, factor)
             self._sent, self._context = compression.compress(flat)
-        self._span = timeline.exchange_bucket(self._name, self._sent)
+        self._span = timeline.exchange(self._call, self._sent)
         self._work = dist.all_reduce(self._sent, group=members.lane, async_op=True)
 
     def wait(self) -> None:
@@ -257,8 +257,8 @@ class Reducer:
 
     @property
     def reduces(self) -> bool:
-        """True if this worker's rank takes part."""
-        return is_member(self._process_set)
+        """True if this worker's rank takes part. Joins the world."""
+        return self._process_set is None or bool(self._process_set.included())
 
     @property
     def _is_present(self) -> bool:
@@ -278,9 +278,7 @@ class Reducer:
             self._is_reduced = True
             return
         try:
-            members = self._members if self.pending else None
-            if members is None:
-                members = self._begin()
+            members = self._begin()
             negotiation.agree(self.call(), members)
             self._agreed = members.generation, self.call().digest
             for bucket in self._buckets[self._launched :]:
@@ -321,17 +319,15 @@ class Reducer:
         self._pending = self._is_reduced = False
 
     def _begin(self) -> Members:
-        """Begin a reduction: at the first gradient in this world since the last one. Return those who take part."""
+        """Begin a reduction at the first gradient in this world since the last one. Return those who take part."""
+        if self._members is not None and self.pending:
+            return self._members
         if self._pending:
             self.drop()  # left over from an ended world
         self._members = members = members_of(self._process_set)
         self._pending, self._is_reduced = True, False
         self._may_launch = members.size == 1 or self._agreed == (members.generation, self.call().digest)
         return members
-
-    @property
-    def _next(self) -> Bucket:
-        return self._buckets[self._launched]
 
     def _launch(self, bucket: Bucket, members: Members) -> None:
         bucket.launch(1.0 / self._predivide, self._compression, members)
@@ -341,9 +337,7 @@ class Reducer:
         """Record that a backward pass has added to the gradient of ``parameter``."""
         if not self.reduces:
             return
-        members = self._members if self.pending else None
-        if members is None:
-            members = self._begin()
+        members = self._begin()
         gradient, key = parameter.grad, id(parameter)
         if gradient is not None and gradient.is_sparse:
             if self._sparse_as_dense:
@@ -355,8 +349,8 @@ class Reducer:
         if self._left[key] == 0:
             if parameter not in self._sparse:
                 bucket.incomplete -= 1
-            while self._may_launch and self._launched < len(self._buckets) and not self._next.incomplete:
-                self._launch(self._next, members)
+            while self._may_launch and (rest := self._buckets[self._launched :]) and not rest[0].incomplete:
+                self._launch(rest[0], members)
         elif self._left[key] < 0:
             raise OptimizerUsageError(
                 f"{self._name(key)} received gradients from more than backward_passes_per_step={self.passes} passes "

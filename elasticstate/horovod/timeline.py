@@ -6,6 +6,7 @@ exchanged. A process of the trace is a generation; its rows are the names of ten
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -109,20 +110,8 @@ def _whole_events(content: bytes) -> bytes:
 _clock_offset_ns = time.time_ns() - time.monotonic_ns()  # processes of several hosts write one file
 
 
-class Span:
-    """A bar of the timeline that has begun."""
-
-    def __init__(self, recorder: Recorder, row: int, name: str, args: dict[str, Any]) -> None:
-        self._recorder = recorder
-        self._generation = extension.world_generation()
-        self._row = row
-        self._name = name
-        self._args = args
-        self._begun_ns = time.monotonic_ns()
-
-    def end(self) -> None:
-        """Record the bar."""
-        self._recorder.ended(self._generation, self._row, self._name, self._begun_ns, self._args)
+Span = Callable[[], None]
+"""Ends a bar of the timeline that has begun, and records it."""
 
 
 class Recorder:
@@ -146,7 +135,7 @@ class Recorder:
         at = 0
         while self._rows.get((row, at)) in self._busy:
             at += 1  # bars of one row must not overlap
-        return Span(self, self._row(row, at), name, args)
+        return functools.partial(self._ended, self._generation, self._row(row, at), name, time.monotonic_ns(), args)
 
     def _row(self, name: str, at: int) -> int:
         """Return the id of a row, which is taken until its bar ends."""
@@ -156,7 +145,7 @@ class Recorder:
         self._busy.add(self._rows[name, at])
         return self._rows[name, at]
 
-    def ended(self, generation: int, row: int, name: str, begun_ns: int, args: dict[str, Any]) -> None:
+    def _ended(self, generation: int, row: int, name: str, begun_ns: int, args: dict[str, Any]) -> None:
         """Record a bar, unless its world is over."""
         if generation == self._generation:
             self._busy.discard(row)
@@ -233,16 +222,9 @@ def exchange(call: Call, *tensors: torch.Tensor, sent_bytes: int = 0) -> Span | 
     return _recorder.begin(_operation(call), _row(call), args)
 
 
-def exchange_bucket(row: str, tensor: torch.Tensor) -> Span | None:
-    """Begin the bar of a bucket of gradients."""
-    if _recorder is None:
-        return None
-    return _recorder.begin("ALLREDUCE", row, {"bytes": tensor.nbytes, "dtype": name_of(tensor.dtype)})
-
-
 def end(span: Span | None) -> None:
     if span is not None:
-        span.end()
+        span()
 
 
 def _operation(call: Call) -> str:

@@ -37,6 +37,35 @@ from elasticstate.horovod.calls import (
 )
 from elasticstate.horovod.timeline import Recorder
 
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
 # --------------------------------------------------------------------------------------------------------------- builds
 # Features of this installation, for scripts that choose by them.
 
@@ -328,11 +357,6 @@ def need_process_set(process_set: object) -> None:
         raise CallUsageError(f"process_set={process_set!r}: must be a ProcessSet")
 
 
-def is_member(process_set: ProcessSet | None) -> bool:
-    """Return True if this worker's rank is in the process set (None: all ranks). Joins the world."""
-    return process_set is None or bool(process_set.included())
-
-
 def members_of(process_set: ProcessSet | None) -> Members:
     """Return the members of a process set (None: all ranks) for a call of this worker. Joins a world.
 
@@ -401,7 +425,9 @@ def init(comm: object = None, process_sets: object = None) -> None:
     if _initialized_in is None:
         atexit.register(_leave_at_exit)
     _initialized_in = os.getpid()
-    _start_by_environment()
+    path = extension.environment_variable("HOROVOD_TIMELINE")
+    if path not in ("", "DYNAMIC") and timeline.present() is None:  # DYNAMIC: the script starts it
+        start_timeline(path, extension.environment_variable("HOROVOD_TIMELINE_MARK_CYCLES") not in ("", "0"))
     if process_sets is None or isinstance(process_sets, str):
         return
     given_sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [process_sets]
@@ -599,10 +625,3 @@ def stop_timeline() -> None:
         raise ArgumentUsageError("stop_timeline(): no timeline is started. Call hvd.start_timeline(file) first.")
     timeline.use(None)
     recorder.close()
-
-
-def _start_by_environment() -> None:
-    """Start the timeline that HOROVOD_TIMELINE names, unless one is started. DYNAMIC: the script starts it."""
-    path = extension.environment_variable("HOROVOD_TIMELINE")
-    if path and path != "DYNAMIC" and timeline.present() is None:
-        start_timeline(path, extension.environment_variable("HOROVOD_TIMELINE_MARK_CYCLES") not in ("", "0"))
