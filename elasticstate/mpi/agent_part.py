@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from elasticstate.backends import AgentBackend, AgentServices
-from elasticstate.mpi.broker import open_tunnel, port_of
+from elasticstate.mpi.broker import open_tunnel
 from elasticstate.mpi.driver_part import Identity, decode_order
+from elasticstate.net.names import port_of
 from elasticstate.private import open_directory, write_file
 
 _SERVERS = "PMIX_SERVER_URI"  # plus a version suffix; value: name;tcp4://address:port
@@ -42,7 +42,9 @@ class MpiAgent(AgentBackend):
     async def _write(self, identity: Identity) -> None:
         environment = dict(identity.environment)
         if identity.relay_port:
-            environment = through_tunnel(environment, await self._tunnel_port(identity.relay_port)) | _FAR
+            port = await self._tunnel_port(identity.relay_port)
+            servers = {name: uri for name, uri in environment.items() if name.startswith(_SERVERS)}
+            environment |= {name: f"{uri.rpartition(':')[0]}:{port}" for name, uri in servers.items()} | _FAR
         path = Path(identity.path)
         directory = open_directory(path.parent)
         try:
@@ -59,17 +61,9 @@ class MpiAgent(AgentBackend):
                 self._tunnels[relay_port] = await open_tunnel(
                     services.trust, services.host, relay, services.connect_timeout_s, services.log
                 )
-        return port_of(self._tunnels[relay_port])
+        return port_of(self._tunnels[relay_port].sockets[0])
 
     def close(self) -> None:
         """Close the tunnels."""
         for tunnel in self._tunnels.values():
             tunnel.close()
-
-
-def through_tunnel(environment: Mapping[str, str], port: int) -> dict[str, str]:
-    """Return the environment with the server's address replaced by this port of the loopback interface."""
-    return {
-        name: f"{value.rpartition(':')[0]}:{port}" if name.startswith(_SERVERS) else value
-        for name, value in environment.items()
-    }

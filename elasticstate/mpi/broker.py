@@ -28,7 +28,7 @@ from pathlib import Path
 from elasticstate.log import logger
 from elasticstate.mpi import holder
 from elasticstate.net.control import reason_of
-from elasticstate.net.names import LOCALHOST, any_address, listening_socket
+from elasticstate.net.names import LOCALHOST, any_address, listening_socket, port_of
 from elasticstate.net.trust import NAME, Trust, read_token
 from elasticstate.options import inherited_environment
 
@@ -59,7 +59,7 @@ class Relay:
             ssl=trust.server,
             ssl_handshake_timeout=proof_timeout_s,
         )
-        return port_of(self._server)
+        return port_of(self._server.sockets[0])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ssl.SSLError, ValueError):  # the client has disconnected: close this connection
@@ -102,11 +102,6 @@ async def open_tunnel(
         writer.close()
 
     return await asyncio.start_server(serve, LOCALHOST, 0)
-
-
-def port_of(server: asyncio.Server) -> int:
-    port: int = server.sockets[0].getsockname()[1]
-    return port
 
 
 async def _dial(

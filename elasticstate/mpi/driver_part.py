@@ -23,12 +23,12 @@ from elasticstate.core.types import Message, World
 from elasticstate.mpi.broker import BELL, RELAY_PORT, RELEASED, REQUESTS, TOKEN
 from elasticstate.mpi.installation import ULFM_OPTIONS, find_mpirun, mpirun_environment, require_mpi
 from elasticstate.net import messages
-from elasticstate.net.messages import BackendOrder, BackendRequest, FromAgent, HostReport, StopWorker, WorkerExited
+from elasticstate.net.messages import BackendOrder, FromAgent, HostReport, StopWorker, WorkerExited
 from elasticstate.net.names import is_this_machine
 from elasticstate.processes import ended_child, give_back_descriptors, kill_session, session_members
 from elasticstate.threads import in_thread
 
-# The messages between the MPI parts of worker, driver and agent travel inside messages of net/messages.py.
+# The messages between the MPI parts of worker, driver and agent travel in BackendRequest and BackendOrder.
 
 
 class Applicant(NamedTuple):
@@ -51,16 +51,6 @@ class Identity(Message, frozen=True):
     path: str
     environment: tuple[tuple[str, str], ...]
     relay_port: int = 0  # port of the relay to mpirun, on the driver's host; 0: mpirun runs on the same host
-
-
-def as_request(request: IdentityRequest) -> BackendRequest:
-    """Return the message by which a worker sends a request to the driver."""
-    return BackendRequest(messages.encode(request))
-
-
-def as_order(identity: Identity) -> BackendOrder:
-    """Return the message by which the driver sends an identity to an agent."""
-    return BackendOrder(messages.encode(identity))
 
 
 decode_request: Callable[[bytes], IdentityRequest] = messages.decoder(IdentityRequest)
@@ -298,7 +288,7 @@ class MpiDriver(DriverBackend):
     def _delivered(self, applicant: Applicant) -> bool:
         identity = self._mpirun.identity(applicant)
         if identity is not None:
-            self._services.send(applicant.host, as_order(identity))
+            self._services.send(applicant.host, BackendOrder(messages.encode(identity)))
         return identity is not None
 
     def _watch(self) -> None:

@@ -27,10 +27,10 @@ from mpi4py import MPI
 
 from elasticstate.compat.process_groups import use_as_mpi_backend
 from elasticstate.errors import CollectiveError, UsageError
-from elasticstate.mpi.driver_part import Applicant, IdentityRequest, as_request
+from elasticstate.mpi.driver_part import Applicant, IdentityRequest
 from elasticstate.mpi.worker.group import GONE, MpiGroup, Progress
-from elasticstate.mpi.worker.world_builder import WorldBuilder, forget_identity, group_of
-from elasticstate.net.messages import FromWorkerBody
+from elasticstate.mpi.worker.world_builder import WorldBuilder, group_of
+from elasticstate.net.messages import BackendRequest, FromWorkerBody, encode
 from elasticstate.options import WorkerEnvironment
 from elasticstate.worker.contexts import Aside, Context, Fault, Rendezvous, TorchGroups
 from elasticstate.worker.script import exit_for_replacement
@@ -58,10 +58,10 @@ class MpiBackend:
             )
 
         def request(applicants: tuple[Applicant, ...]) -> None:
-            send(as_request(IdentityRequest(applicants)))
+            send(BackendRequest(encode(IdentityRequest(applicants))))
 
         path = Path(f"{environment.commits}.identity")
-        forget_identity(path)
+        path.unlink(missing_ok=True)  # no process waits for it any more
         self._builder = WorldBuilder(environment.worker.host, environment.local_address, os.getpid(), path, request)
         if environment.reserve_bytes:  # other workers have committed
             self._builder.start_early()

@@ -36,7 +36,7 @@ class Operation(dist.Work):
     def __init__(
         self,
         requests: list[MPI.Request],
-        finish: Callable[[], None] | None,
+        finish: Callable[[], object] | None,
         results: list[torch.Tensor],
         kept: tuple[object, ...],
         timeout: timedelta,
@@ -232,7 +232,7 @@ _OPS = {
     _Op.BXOR: MPI.BXOR,
 }
 
-Finish = Callable[[], None]
+Finish = Callable[[], object]
 
 
 def _raw(tensor: torch.Tensor) -> Any:
@@ -293,8 +293,7 @@ class MpiGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
         return self._many([self._allreduce(tensor, _op(opts)) for tensor in tensors], tensors)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
         root = 0 if opts is None else opts.rootRank
@@ -305,7 +304,7 @@ class MpiGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Operation:
         (tensor,), op = tensors, _op(opts)
         data, back = _staged(tensor, for_op=op)
-        if self._rank_is(opts.rootRank):
+        if self.rank() == opts.rootRank:
             request = self._comm.Ireduce(MPI.IN_PLACE, _numbers(data), _mpi_op(op, tensor.dtype), opts.rootRank)
             return self._start([request], self._averaged(data, op, back), tensors, data)
         request = self._comm.Ireduce(_numbers(data), None, _mpi_op(op, tensor.dtype), opts.rootRank)
@@ -349,7 +348,7 @@ class MpiGroup(dist.ProcessGroup):
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Operation:
         (tensor,), root = inputs, opts.rootRank
         data, _ = _staged(tensor)
-        if not self._rank_is(root):
+        if self.rank() != root:
             return self._start([self._comm.Igather(_bytes(data), None, root)], None, [], data)
         rows = data.new_empty((self.size(), *data.shape))
         request = self._comm.Igather(_bytes(data), _share(rows, self.size()), root)
@@ -358,7 +357,7 @@ class MpiGroup(dist.ProcessGroup):
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Operation:
         (tensor,), root = outputs, opts.rootRank
         data, back = _staged(tensor)
-        if not self._rank_is(root):
+        if self.rank() != root:
             return self._start([self._comm.Iscatter(None, _bytes(data), root)], back, outputs, data)
         rows = torch.stack(inputs[0])
         request = self._comm.Iscatter(_share(rows, self.size()), _bytes(data), root)
@@ -404,9 +403,6 @@ class MpiGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Operation:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
-
-    def _rank_is(self, rank: int) -> bool:
-        return bool(self.rank() == rank)
 
     def _allreduce(self, tensor: torch.Tensor, op: Any) -> tuple[list[MPI.Request], Finish | None, torch.Tensor]:
         data, back = _staged(tensor, for_op=op)
@@ -530,7 +526,7 @@ def _staged(tensor: torch.Tensor, for_op: Any = None) -> tuple[torch.Tensor, Fin
     data = data.contiguous()
     if data.data_ptr() == tensor.data_ptr():
         return data, None
-    return data, lambda: _put_back(data, tensor)
+    return data, lambda: tensor.detach().copy_(data)
 
 
 def _spread(parts: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Finish:
@@ -541,11 +537,6 @@ def _spread(parts: Iterable[torch.Tensor], outputs: Sequence[torch.Tensor]) -> F
             output.copy_(part.view(output.shape))
 
     return spread
-
-
-def _put_back(data: torch.Tensor, tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(data)
 
 
 def _parts(data: torch.Tensor) -> list[list[Any]]:

@@ -7,9 +7,11 @@ none). A base is used only if all its members that are in this world still have 
     new members' own ────────┼── accept/connect, merge ── split by rank ── agree ── is the next base
     ...                      ┘
 
-Shrink and agree are ULFM's: they complete even if members die during the call (Bland et al., "Post-failure recovery of
-MPI communication capability", 2013). Connect and merge do not: if a member dies in those milliseconds, the calls of the
-others may never return. Such a process is then replaced, and the new one resumes from the commit.
+Shrink and agree are ULFM's (Bland et al., "Post-failure recovery of MPI communication capability", 2013): by design
+they complete even if members die during the call. But Open MPI 5.0.11 crashes if it learns of a death in the shrink
+itself, so all members confirm that they have come before they shrink. In connect and merge, the calls of the others may
+never return after a death. A process that crashes or hangs in these milliseconds is replaced, and the new one resumes
+from the commit: the death costs a second worker.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -82,12 +83,6 @@ def start_mpi(local_address: str) -> MPI.Intracomm:
         os.environ.update(settings(local_address, inherited_environment()))
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI.COMM_WORLD
-
-
-def forget_identity(path: Path) -> None:
-    """Remove the identity file, which no process waits for any more."""
-    with suppress(FileNotFoundError):
-        path.unlink()
 
 
 _LOOK_INTERVAL_S = 0.0005
@@ -175,7 +170,7 @@ class WorldBuilder:
     def start_early(self) -> None:
         """Start MPI before the first world, alone. If no identity arrives in time, MPI starts in the first world."""
         path = self._path.with_suffix(".early")
-        forget_identity(path)
+        path.unlink(missing_ok=True)
         self._request((Applicant(self._host, self._pid, str(path)),))
         try:
             take_identity(path, time.monotonic() + _EARLY_TIMEOUT_S, lambda: None)

@@ -6,9 +6,11 @@ import asyncio
 import json
 from pathlib import Path
 
-from elasticstate.mpi.broker import Relay, port_of
-from elasticstate.mpi.driver_part import Identity, as_order
+from elasticstate.mpi.broker import Relay
+from elasticstate.mpi.driver_part import Identity
 from elasticstate.net import messages
+from elasticstate.net.messages import BackendOrder
+from elasticstate.net.names import port_of
 from elasticstate.net.trust import Trust
 from tests.kit.agent import TOKEN, Scene, play
 
@@ -26,6 +28,10 @@ async def read(path: Path) -> dict[str, str]:
     return await asyncio.wait_for(written(), SOON_S)
 
 
+def order(identity: Identity) -> BackendOrder:
+    return BackendOrder(messages.encode(identity))
+
+
 async def begin(scene: Scene) -> None:
     await scene.start()
     await scene.serve("unused", backend="mpi")
@@ -39,7 +45,7 @@ async def end(scene: Scene) -> None:
 def test_on_the_drivers_host_the_agent_writes_the_identity_unchanged(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await begin(scene)
-        scene.send(as_order(Identity(str(tmp_path / "identity"), SERVER)))
+        scene.send(order(Identity(str(tmp_path / "identity"), SERVER)))
         assert await read(tmp_path / "identity") == dict(SERVER)
         await end(scene)
 
@@ -57,11 +63,11 @@ def test_on_another_host_the_agent_connects_workers_to_the_relay(tmp_path: Path)
     async def scenario(scene: Scene) -> None:
         await begin(scene)
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        relay = Relay(port_of(server))
+        relay = Relay(port_of(server.sockets[0]))
         relay_port = await relay.open(Trust(TOKEN), SOON_S)
         written = []
         for name in ("first", "second"):
-            scene.send(as_order(Identity(str(tmp_path / name), SERVER, relay_port)))
+            scene.send(order(Identity(str(tmp_path / name), SERVER, relay_port)))
             written.append(await read(tmp_path / name))
         assert written[0] == written[1]
         uri, _, port = written[0].pop("PMIX_SERVER_URI41").rpartition(":")
@@ -83,10 +89,10 @@ def test_an_unreachable_relay_is_a_warning_at_the_driver(tmp_path: Path) -> None
     async def scenario(scene: Scene) -> None:
         await begin(scene)
         closed = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        port = port_of(closed)
+        port = port_of(closed.sockets[0])
         closed.close()
         await closed.wait_closed()
-        scene.send(as_order(Identity(str(tmp_path / "identity"), SERVER, port)))
+        scene.send(order(Identity(str(tmp_path / "identity"), SERVER, port)))
         warning = await scene.hear(messages.AgentWarning)
         assert warning.text.startswith(f"a worker received no identity for MPI: 127.0.0.1:{port}: ")
         assert not (tmp_path / "identity").exists()

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from elasticstate.mpi.broker import Relay, open_tunnel, port_of
-from elasticstate.net.names import LOCALHOST
+from elasticstate.mpi.broker import Relay, open_tunnel
+from elasticstate.net.names import LOCALHOST, port_of
 from elasticstate.net.trust import NAME, Trust
 
 TRUST = Trust("t" * 32)
@@ -40,7 +40,7 @@ async def service(proof_timeout_s: float) -> AsyncIterator[tuple[Service, Relay,
     """Yield a service, a relay to it, and the port of the relay."""
     asked, before = Service(), asyncio.all_tasks()
     server = await asyncio.start_server(asked.meet, LOCALHOST, 0)
-    relay = Relay(port_of(server))
+    relay = Relay(port_of(server.sockets[0]))
     yield asked, relay, await relay.open(TRUST, proof_timeout_s)
     relay.close()
     server.close()
@@ -67,7 +67,7 @@ def run(what: Callable[[Service, Relay, int], Awaitable[None]], proof_timeout_s:
 def test_what_dials_the_tunnel_speaks_with_the_service() -> None:
     async def main(asked: Service, _: Relay, port: int) -> None:
         tunnel = await open_tunnel(TRUST, "here", (LOCALHOST, port), SOON_S, pytest.fail)
-        conversations = [await asyncio.open_connection(LOCALHOST, port_of(tunnel)) for _ in range(3)]
+        conversations = [await asyncio.open_connection(LOCALHOST, port_of(tunnel.sockets[0])) for _ in range(3)]
         for number, (reader, writer) in enumerate(conversations):
             said = f"so it is {number} ".encode() * 20_000
             writer.write(said)
@@ -83,7 +83,7 @@ def test_what_dials_the_tunnel_speaks_with_the_service() -> None:
 def test_when_the_service_ends_a_conversation_it_has_ended() -> None:
     async def main(asked: Service, _: Relay, port: int) -> None:
         tunnel = await open_tunnel(TRUST, "here", (LOCALHOST, port), SOON_S, pytest.fail)
-        reader, writer = await asyncio.open_connection(LOCALHOST, port_of(tunnel))
+        reader, writer = await asyncio.open_connection(LOCALHOST, port_of(tunnel.sockets[0]))
         writer.write(b"a")
         assert await reader.readexactly(1) == b"A"
         asked.writers[-1].close()
@@ -99,7 +99,7 @@ def test_a_host_that_is_dropped_is_not_heard_any_more_and_the_others_are() -> No
         tunnels = [
             await open_tunnel(TRUST, host, (LOCALHOST, port), SOON_S, pytest.fail) for host in ("here", "there", "here")
         ]
-        conversations = [await asyncio.open_connection(LOCALHOST, port_of(tunnel)) for tunnel in tunnels]
+        conversations = [await asyncio.open_connection(LOCALHOST, port_of(tunnel.sockets[0])) for tunnel in tunnels]
         for reader, writer in conversations:
             writer.write(b"a")
             assert await reader.readexactly(1) == b"A"
@@ -157,7 +157,7 @@ def test_a_relay_that_is_gone_ends_what_dials_the_tunnel_and_is_told_of() -> Non
     async def main(_: Service, relay: Relay, port: int) -> None:
         tunnel = await open_tunnel(TRUST, "here", (LOCALHOST, port), SOON_S, complaints.append)
         relay.close()
-        reader, writer = await asyncio.open_connection(LOCALHOST, port_of(tunnel))
+        reader, writer = await asyncio.open_connection(LOCALHOST, port_of(tunnel.sockets[0]))
         assert await reader.read() == b""
         await end(writer)
         tunnel.close()
