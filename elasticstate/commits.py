@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,12 @@ class CommitDirectory:
         Raises OSError if the directory cannot be made or locked.
         """
         self.base = Path(base).absolute()
-        self._job_id, self._host = job_id, host
+        self._find = partial(_find, self.base, job_id, host)
         self._content = f"{job_id} {Path(job_directory).absolute()}\n{os.getpid()} {mark}".encode()
         self._keep_s = keep_s
         self.path, self.fd = _take_lock(self._find, pause, timeout_s)
         write_file(self.fd, _JOB_FILE, self._content)
         self.keep()
-
-    def _find(self) -> Path:
-        return _find(self.base, self._job_id, self._host)
 
     @property
     def is_lost(self) -> bool:
@@ -172,7 +170,7 @@ def make_agent_directory(base: str) -> str:
 
 def remove_agent_directories(base: str) -> None:
     """Remove the socket directories of agents that were killed."""
-    _remove_unlocked(base, "agent")
+    remove_job(base, "agent")
 
 
 def agent_on(base: str, job_id: str, host: str) -> tuple[int, str]:
@@ -190,10 +188,6 @@ def agent_on(base: str, job_id: str, host: str) -> tuple[int, str]:
 
 def remove_job(base: str, job_id: str) -> None:
     """Remove the commits that killed agents of a finished job have left. Living agents remove their own."""
-    _remove_unlocked(base, job_id)
-
-
-def _remove_unlocked(base: str, job_id: str) -> None:
     for path in _directories(base, _beginning_of(job_id)):
         with _locked(path) as locked:
             if locked:

@@ -155,14 +155,14 @@ def _tensors_of(copies: StoredCopies, name: str, part: Part) -> Iterator[tuple[s
 
 def _chosen(tensors: dict[str, _Tensor], value: str | None) -> dict[str, _Tensor]:
     """Return the tensors to write, by their names in the output. Raises NothingToExportError."""
-    chosen = {_name_in(key, value): tensor for key, tensor in tensors.items() if value is None or _is_of(key, value)}
+    chosen = {
+        _name_in(key, value): tensor
+        for key, tensor in tensors.items()
+        if value is None or f"{key}.".startswith(f"{value}.")
+    }
     if not chosen:
         raise NothingToExportError(sorted({key.partition(".")[0] for key in tensors}))
     return chosen
-
-
-def _is_of(key: str, value: str) -> bool:
-    return key == value or key.startswith(f"{value}.")
 
 
 def _name_in(key: str, value: str | None) -> str:

@@ -141,14 +141,6 @@ def _decode(data: bytes, name: str, kind: type[C]) -> C:
         raise DamagedCopyError(f"{name} is damaged: {error}") from None
 
 
-def decode_manifest(data: bytes) -> Manifest:
-    """Return a manifest. Raises DamagedCopyError."""
-    manifest = _decode(data, MANIFEST, Manifest)
-    if manifest.version != VERSION:
-        raise DamagedCopyError(f"{MANIFEST} has version {manifest.version}, but this elasticstate reads {VERSION}")
-    return manifest
-
-
 def read_parts(storage: DurableStorage, folder: str, total: int) -> tuple[Part, ...]:
     """Return all parts of a copy that has no manifest yet, by their descriptions.
 
@@ -186,11 +178,13 @@ def read_manifest(storage: DurableStorage, name: str) -> Manifest:
         sizes = storage.sizes(name)
         if MANIFEST not in sizes:
             raise IncompleteCopyError(f"it has no {MANIFEST}: it was not completed")
-        manifest = decode_manifest(_read_description(storage, name, MANIFEST, sizes))
+        manifest = _decode(_read_description(storage, name, MANIFEST, sizes), MANIFEST, Manifest)
     except PlantedFileError as error:
         raise UntrustedCopyError(str(error)) from None
     except FileNotFoundError as error:  # another process removes it at the same time
         raise IncompleteCopyError(str(error)) from None
+    if manifest.version != VERSION:
+        raise DamagedCopyError(f"{MANIFEST} has version {manifest.version}, but this elasticstate reads {VERSION}")
     _check_parts(manifest.parts, sizes)
     return manifest
 
@@ -214,21 +208,17 @@ def remove_old(storage: DurableStorage, keep: int, newest: str) -> None:
     """Remove all own copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
     kept = 0
     for name in [name for name in copy_names(storage) if name <= newest]:
-        with suppress(UntrustedCopyError):
-            if _is_complete(storage, name) and kept < keep:
-                kept += 1
-            elif kept:
-                storage.remove(name, MANIFEST)
-
-
-def _is_complete(storage: DurableStorage, name: str) -> bool:
-    try:
-        read_manifest(storage, name)
-    except UntrustedCopyError:
-        raise
-    except DamagedCopyError:
-        return False
-    return True
+        try:
+            read_manifest(storage, name)
+            is_complete = True
+        except UntrustedCopyError:
+            continue
+        except DamagedCopyError:
+            is_complete = False
+        if is_complete and kept < keep:
+            kept += 1
+        elif kept:
+            storage.remove(name, MANIFEST)
 
 
 def crc32c(data: Any, before: int = 0) -> int:

@@ -282,12 +282,6 @@ class HostReplicas:
     def _keep(self, slot: SlotId, order: _Order) -> bool:
         """Keep a copy of a slot's commit in the store. Return False if that is not possible."""
         try:
-            return self._try_to_keep(slot, order)
-        finally:
-            self._library.buffers.unpin(slot)
-
-    def _try_to_keep(self, slot: SlotId, order: _Order) -> bool:
-        try:
             if (slot, order.commit) not in self._library.store.kept():
                 with closing(self._sealed(slot, order)) as source:
                     self._copy(source, order)
@@ -297,6 +291,8 @@ class HostReplicas:
                 self._log(f"commit {order.commit} of slot {slot} is not replicated: {error}")
                 self._on_dropped(slot.host, slot, order.commit, str(error))
             return False
+        finally:
+            self._library.buffers.unpin(slot)
         return True
 
     def _sealed(self, slot: SlotId, order: _Order) -> Source:

@@ -8,6 +8,7 @@ silent strangers cannot lock others out. Each authenticated connection has a thr
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -34,7 +35,7 @@ class _Stranger:
 
     def __init__(self, connection: socket.socket, peer: str, deadline: float) -> None:
         self.socket, self.peer, self.deadline = connection, peer, deadline
-        self.nonce = wire.new_nonce()
+        self.nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self.answer = b""
 
 

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -299,13 +299,6 @@ class Source:
         return found == self.sealed.checksum
 
 
-class _Mapped(NamedTuple):
-    """The mapping of a buffer, which is made once: each new one would cause page faults for all of its pages."""
-
-    file: tuple[int, int, int]  # device, inode, length
-    memory: Any
-
-
 class SlotBuffers:
     """The sealed buffers of this host's slots. Safe on any thread."""
 
@@ -313,7 +306,8 @@ class SlotBuffers:
         self._job_id, self.host = job_id, host
         self._slots = slots
         self._lock = threading.Lock()
-        self._mapped: dict[tuple[int, int], _Mapped] = {}
+        # Of each buffer: device, inode and length of its file, and the mapping. A new one would cause page faults.
+        self._mapped: dict[tuple[int, int], tuple[tuple[int, int, int], Any]] = {}
 
     def newest(self, slot: SlotId) -> CommitId | None:
         """Return the newest commit in the buffers of a slot of this host; None if there is none."""
@@ -365,10 +359,10 @@ class SlotBuffers:
             raise ValueError(f"the buffer has {found.st_size} bytes, its seal covers {sealed.length}")
         with self._lock:
             mapped = self._mapped.get(key)
-            if mapped is None or mapped.file != file:
+            if mapped is None or mapped[0] != file:
                 memory = mmap.mmap(fd, found.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
-                mapped = self._mapped[key] = _Mapped(file, memory)
-            return mapped.memory
+                mapped = self._mapped[key] = file, memory
+            return mapped[1]
 
     def _sealed(self, files: SealedSlot, slot: SlotId, index: int) -> Sealed | None:
         found = files.page.sealed(index, owner_of(self._job_id, self.host, slot.slot))

@@ -143,10 +143,6 @@ _encoder = msgspec.msgpack.Encoder()
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-def new_nonce() -> bytes:
-    return secrets.token_bytes(NONCE_BYTES)
-
-
 def proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     """Return the proof that one end of a connection has the job's key. ``role``: its label."""
     return hmac.digest(key, b"elasticstate copies: " + role + MAGIC + server_nonce + client_nonce, "sha256")
@@ -235,20 +231,7 @@ class Wire:
 
     def fill(self, target: memoryview, wait: bool = False) -> bool:
         """Receive bytes until ``target`` is full. With ``wait`` the first may take long, and False means no bytes."""
-        at = 0
-        while at < len(target):
-            try:
-                found = self.socket.recv_into(target[at:], len(target) - at, socket.MSG_WAITALL)
-            except BlockingIOError:
-                if wait and at == 0:
-                    continue
-                raise TimeoutError("the peer sends nothing") from None
-            if not found:
-                if wait and at == 0:
-                    return False
-                raise ConnectionError("the peer has closed the connection")
-            at += found
-        return True
+        return _fill(self.socket, target, wait)
 
     def send_bytes(self, memory: Any, begin: int, end: int) -> None:
         """Send bytes of a memory.
@@ -295,7 +278,7 @@ def dial(address: str, key: bytes, timeout_s: float, on_socket: Callable[[socket
         greeting = _exactly(connection, GREETING_BYTES)
         if not greeting.startswith(MAGIC):
             raise CopyError(f"{address} is no copy server of this version")
-        server_nonce, own_nonce = greeting[len(MAGIC) :], new_nonce()
+        server_nonce, own_nonce = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         connection.sendall(MAGIC + own_nonce + proof(key, b"client", server_nonce, own_nonce))
         found = _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(found, proof(key, b"server", server_nonce, own_nonce)):
@@ -308,13 +291,23 @@ def dial(address: str, key: bytes, timeout_s: float, on_socket: Callable[[socket
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
+    data = bytearray(size)
+    _fill(connection, memoryview(data), before=" before both ends had authenticated")
+    return bytes(data)
+
+
+def _fill(connection: socket.socket, target: memoryview, wait: bool = False, before: str = "") -> bool:
+    at = 0
+    while at < len(target):
         try:
-            found = connection.recv(size - len(data), socket.MSG_WAITALL)
+            found = connection.recv_into(target[at:], len(target) - at, socket.MSG_WAITALL)
         except BlockingIOError:
+            if wait and at == 0:
+                continue
             raise TimeoutError("the peer sends nothing") from None
         if not found:
-            raise ConnectionError("the peer has closed the connection before both ends had authenticated")
-        data += found
-    return data
+            if wait and at == 0:
+                return False
+            raise ConnectionError(f"the peer has closed the connection{before}")
+        at += found
+    return True
