@@ -42,8 +42,7 @@ SearchForBackend = Callable[[float], Awaitable[BackendFindings]]
 
 def last_line(text: str) -> str:
     """Return the last line that is not blank; "" if there is none."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return (text.strip().splitlines() or [""])[-1].strip()
 
 
 def facts_of(text: str) -> dict[str, Any]:

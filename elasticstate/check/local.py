@@ -235,14 +235,17 @@ def _where(stacks: str) -> str:
 def torch_lines(torch: Torch, needed: str, machine: str, driver: str) -> list[Line]:
     """Return the lines for torch, CUDA, NCCL and Gloo.
 
-    ``needed``: the smallest usable version of torch. ``driver``: the version of NVIDIA's driver.
+    ``needed``: the smallest usable version of torch. ``machine``: for example ``x86_64``. ``driver``: the version of
+    NVIDIA's driver.
     """
     facts = torch.facts
     if "torch" not in facts:
         remedy = f"pip install 'torch>={needed}'" if "No module named 'torch'" in torch.failure else "reinstall torch"
         return [Line(False, f"torch ({torch.failure})", remedy)]
-    lines = [_version(facts["torch"], needed), _cuda(facts, driver)]
-    lines.append(_nccl(facts, machine))
+    version, remedy = facts["torch"], f"pip install 'torch>={needed}'"
+    is_new = _numbers(version) >= _numbers(needed)
+    lines = [Line(is_new, f"torch {version} ({needed} or later is required)", remedy)]
+    lines += [_cuda(facts, driver), _nccl(facts, machine)]
     if torch.has_gloo:
         lines.append(Line(True, "Gloo: an all-reduce in a world of one"))
     elif facts.get("has_gloo") is False:
@@ -255,14 +258,6 @@ def torch_lines(torch: Torch, needed: str, machine: str, driver: str) -> list[Li
     return lines
 
 
-def _version(version: str, needed: str) -> Line:
-    return Line(
-        _numbers(version) >= _numbers(needed),
-        f"torch {version} ({needed} or later is required)",
-        f"pip install 'torch>={needed}'",
-    )
-
-
 def _cuda(facts: dict[str, Any], driver: str) -> Line:
     build = facts.get("cuda_build", "")
     if facts.get("rocm_build"):
@@ -273,15 +268,12 @@ def _cuda(facts: dict[str, Any], driver: str) -> Line:
     text = f"CUDA {build}" + (f", driver {driver}" if driver else "")
     devices = facts.get("devices")
     if not devices:
-        return Line(False, f"{text}: {facts.get('no_cuda') or 'torch finds no device'}", _cuda_remedy(driver))
+        remedy = "install NVIDIA's driver; in a container: docker run --gpus all"
+        if driver:
+            remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA"
+        return Line(False, f"{text}: {facts.get('no_cuda') or 'torch finds no device'}", remedy)
     names = dict.fromkeys(devices)
     return Line(True, f"{text}: " + ", ".join(f"{devices.count(name)} x {name}" for name in names))
-
-
-def _cuda_remedy(driver: str) -> str:
-    if driver:
-        return "check nvidia-smi and CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA"
-    return "install NVIDIA's driver; in a container: docker run --gpus all"
 
 
 def _nccl(facts: dict[str, Any], machine: str) -> Line:
@@ -320,11 +312,6 @@ def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str:
     except OSError:
         return ""
     return match[1] if match else ""
-
-
-def machine_type() -> str:
-    """Return the machine type, for example ``x86_64`` or ``aarch64``."""
-    return os.uname().machine
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from elasticstate.check.local import (
     Torch,
     commit_line,
     files_line,
-    machine_type,
     needed_torch,
     nvidia_driver,
     port_lines,
@@ -107,7 +106,7 @@ class _Check:
         print(printable(render(lines(await answer))), end="", flush=True)
 
     def _torch_lines(self, torch: Torch) -> list[Line]:
-        lines = torch_lines(torch, needed_torch(), machine_type(), nvidia_driver())
+        lines = torch_lines(torch, needed_torch(), platform.machine(), nvidia_driver())
         works = torch.has_gloo if torch.auto == "gloo" else not torch.problem_of_nccl("nccl")
         return [*lines, Line(works, f"--backend auto: {torch.auto} here")]
 

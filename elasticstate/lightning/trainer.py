@@ -19,8 +19,6 @@ from elasticstate.extension import set_random_state
 from elasticstate.lightning.state import METRICS, LightningState
 from elasticstate.lightning.strategy import IN_MEMORY, DDPStrategy
 
-_PLAIN_DDP = ("auto", "ddp")
-
 
 class Trainer(pl.Trainer):
     """Lightning's Trainer for one world. Build it inside the function decorated with ``@elasticstate.run``.
@@ -163,13 +161,9 @@ class _Resume(pl.Callback):
             set_random_state(state.random_state)
 
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        self._ddp.elastic_state.progress()  # there are no ticks during a validation
+        self._ddp.elastic_state.progress()  # there are no ticks during these loops
 
-    def on_test_batch_start(self, *_: Any, **__: Any) -> None:
-        self._ddp.elastic_state.progress()
-
-    def on_predict_batch_start(self, *_: Any, **__: Any) -> None:
-        self._ddp.elastic_state.progress()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
 
 def _paths(callbacks: dict[str, Any]) -> set[str]:
@@ -191,7 +185,7 @@ def _elastic_ddp(strategy: str | pl.strategies.Strategy, state: LightningState) 
         if strategy.elastic_state is not state:
             raise UsageError("strategy=: the DDPStrategy has another state than the Trainer. Pass the same to both.")
         return strategy
-    if isinstance(strategy, str) and strategy in _PLAIN_DDP:
+    if strategy in ("auto", "ddp"):
         return DDPStrategy(state)
     name = repr(strategy) if isinstance(strategy, str) else type(strategy).__name__
     raise UsageError(
