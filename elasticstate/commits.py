@@ -357,11 +357,9 @@ def _id_in(directory: Path) -> str:
 # -------------------------------------------------------------------------------------------------------- commit header
 # Header of a commit, readable without torch: the places of its tensors, and which of them are shards.
 #
-# The file is a safetensors file (see state/layout.py). Its metadata has two keys besides ``format``:
-# ``elasticstate``, and ``DCP_SHARDING_INFO`` if values are attached. The second is that of
-# torch.distributed.checkpoint (``torch/distributed/checkpoint/hf_storage.py`` of torch 2.13):
-# ``HuggingFaceStorageReader`` finds the offsets of each shard there, so that a directory of commit files is a
-# checkpoint that torch reads.
+# The file is a safetensors file (see state/layout.py). With attached values, ``DCP_SHARDING_INFO`` in its metadata is
+# that of torch.distributed.checkpoint (hf_storage.py of torch 2.13), so a directory of commit files is a checkpoint
+# that torch's HuggingFaceStorageReader reads.
 
 
 OBJECTS = "elasticstate.objects"

@@ -7,28 +7,14 @@ raise the same error if the calls differ. MIGRATION.md has the tables.
 
 from __future__ import annotations
 
-from elasticstate.horovod import elastic, mpi_ops
+from elasticstate.horovod import elastic, functions, mpi_ops
 from elasticstate.horovod.elastic.state import HostsUpdatedInterrupt
-from elasticstate.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from elasticstate.horovod.functions import *  # noqa: F403
 from elasticstate.horovod.launch import run
 from elasticstate.horovod.mpi_ops import *  # noqa: F403
 from elasticstate.horovod.optimizer import DistributedOptimizer
 from elasticstate.horovod.sync_batch_norm import SyncBatchNorm
 
-__all__ = [
-    "DistributedOptimizer",
-    "HostsUpdatedInterrupt",
-    "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "elastic",
-    "run",
-]
+__all__ = ["DistributedOptimizer", "HostsUpdatedInterrupt", "SyncBatchNorm", "elastic", "run"]
+__all__ += functions.__all__
 __all__ += mpi_ops.__all__

@@ -1,7 +1,4 @@
-"""Allreduce: reduce the tensors of all ranks to one.
-
-Calls are matched by their order, which is the same on all ranks; asynchronous calls also by name (see ``negotiation``).
-"""
+"""Allreduce: reduce the tensors of all ranks to one."""
 
 from __future__ import annotations
 

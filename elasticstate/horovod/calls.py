@@ -148,11 +148,7 @@ class Members:
 
     @property
     def lane(self) -> dist.ProcessGroup | None:
-        """The process group for gradients.
-
-        It is another one than ``group``: if the parameters with gradients differ by rank, some ranks start a bucket in
-        ``backward`` and others in ``step``. In ``group``, a call of the script could be matched with such a bucket.
-        """
+        """The process group for gradients: in ``group``, a call of the script could be matched with a bucket."""
         return None if self.gradients is None else self.gradients()
 
 

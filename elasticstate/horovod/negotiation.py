@@ -1,4 +1,4 @@
-"""Headers: before each collective of the script, all ranks compare their next calls.
+"""Headers: before each collective of the script, all ranks compare their next calls (docs/decisions/horovod.md).
 
 First they compare one number, the fingerprint of their call. If it differs, or if a rank is in ``join()`` or has wrong
 arguments, a header follows: the maximum over all ranks of a few numbers. Two of these are a digest of the call and its
@@ -6,13 +6,9 @@ negative: only if all ranks make the same call, they differ just in the sign. So
 one in 2³¹ pairs of different calls, whose fingerprints are equal), and all ranks raise the same error. A rank in
 ``join()`` receives the others' call in the header, and takes part without data of its own.
 
-One number, because Gloo sends more than two in many small messages: an all-reduce of ten int64 took five times as long.
-
-An asynchronous call with a name need not wait for ranks that make other calls first (see ``offers``).
-
-Headers are sent in the order of the script, the same on all ranks, in the default process group. Gradients have no
-headers of their own: the optimizer's step has one, which describes all parameters. The end of a state's tick has a
-header only while a rank is known to have joined. Every header contains the number of ticks.
+Headers are sent in the default process group, the same on all ranks. Gradients have no headers of their own: the
+optimizer's step has one, which describes all parameters. The end of a state's tick has a header only while a rank is
+known to have joined. Every header contains the number of ticks.
 """
 
 from __future__ import annotations
@@ -33,11 +29,8 @@ from elasticstate.horovod import timeline
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members, failures_named
 
 # --------------------------------------------------------------------------------------------------------------- offers
-# Offers: what each rank can contribute next, when the calls of the ranks differ and some of them need not wait.
-#
-# An asynchronous call with a name may come later on another rank, after calls that the first rank makes later, as in
-# Horovod. So if the next calls differ, all ranks exchange their offers: the call that each is about to make, and
-# those of its earlier calls that other ranks have not made yet. All ranks then reach the same decision.
+# Offers: what each rank can contribute next, if the calls of the ranks differ and some of them need not wait: the call
+# that it is about to make, and its earlier asynchronous calls with names that other ranks have not made yet.
 
 
 class Offered(NamedTuple):
@@ -435,8 +428,7 @@ def poll(handle: Handle[Any]) -> bool:
 # ------------------------------------------------------------------------------------------------------------- matching
 # Start of a call: all ranks agree on it, or it waits for the ranks that make other calls first.
 #
-# As in Horovod, a name may be in use by one call of a function at a time. A second call with that name raises an
-# error on its rank, before the rank tells the others about it. So they are not disturbed.
+# As in Horovod, a name may be in use by one call of a function at a time. A second one raises an error on its rank.
 
 
 def start(call: Call, members: Members, launch: Callable[[], Handle[T]], waits: bool) -> Handle[T]:

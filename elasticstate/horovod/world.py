@@ -121,11 +121,8 @@ def mpi_threads_supported() -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- groups
-# The process groups of the present world: of all its ranks, and of each process set. Made again in each world.
-#
-# A script may add its process sets once, or anew in each world, as in Horovod. On entry into a world with running
-# members, those that all members know are made again. A newcomer does not know those that a script adds inside
-# ``elastic.run`` yet: their groups are made when all members add them.
+# The process groups of the present world: of all its ranks, and of each process set. Made again in each world: on entry
+# for the sets that all members know. A newcomer does not know those that a script adds inside ``elastic.run`` yet.
 
 
 GLOBAL = 0  # id of the process set of all ranks

@@ -13,8 +13,6 @@
 
     worker ── tunnel of its agent ══ relay in broker.py ── mpirun      from other hosts (broker.py)
 
-A worker stays a child of its agent, which handles its output, end and signals as with any other backend. But the
-worker connects to the PMIx server as if it were the process that ``mpirun`` has started. So ``mpirun`` can start one
-process after the other, each in an MPI job of its own, and MPI_Comm_accept and MPI_Comm_connect can join them. Workers
-that start MPI without mpirun (singletons) cannot be joined.
+A worker stays a child of its agent, as with any other backend. But it connects to the PMIx server as if it were the
+process that ``mpirun`` has started: workers that start MPI by themselves cannot be joined (docs/decisions/mpi.md).
 """

@@ -117,9 +117,9 @@ def _value_of(end: torch.futures.Future[Any]) -> list[torch.Tensor]:
 class Progress:
     """Thread that tests the requests of a generation, because MPI moves data only inside MPI calls.
 
-    Requests that do not end shortly after the sever are abandoned: Open MPI 5.0 leaves a rendezvous send to a peer that
-    has revoked the communicator pending forever. Their buffers are kept until two more worlds are complete: data still
-    in transit to them arrives before the messages by which the members agree on those worlds.
+    Requests that do not end shortly after the sever are abandoned, as some never do (docs/decisions/mpi.md). Their
+    buffers are kept until two more worlds are complete: data still in transit to them arrives before the messages by
+    which the members agree on those worlds.
     """
 
     _abandoned: list[Operation] = []  # noqa: RUF012 (by the last two generations)

@@ -220,12 +220,8 @@ class WorldBuilder:
                 comm.Revoke()
 
     def retire(self, comms: Iterable[MPI.Comm]) -> None:
-        """Free these unused communicators, but only after their messages can no longer be in transit to this process.
-
-        Open MPI gives the number of a freed communicator to the next one. Messages that an unreachable member sent in
-        the old communicator could arrive later and count as messages of the new one, whose own messages would then be
-        lost.
-        """
+        """Free these unused communicators, but only after their messages can no longer be in transit to this process:
+        they would count as messages of the next communicator, which gets the same number."""
         now = time.monotonic()
         self._retired += [(now + _LATEST_MESSAGE_S, comm) for comm in comms]
         while self._retired and self._retired[0][0] < now:
@@ -254,11 +250,7 @@ class WorldBuilder:
         return comm
 
     def _wait_for_all(self, at: Rendezvous, members: list[Member], word: str) -> None:
-        """Wait until all members have arrived alive, before a step that a death could disturb.
-
-        Connect and merge never return then, and Open MPI 5.0.11 may crash in shrink, when it learns of the death while
-        it creates a communicator.
-        """
+        """Wait until all members have arrived alive, before a step that a death could disturb."""
         at.check()
         at.store.set(f"mpi/{word}/{at.rank}", "")
         at.store.wait([f"mpi/{word}/{rank}" for rank in range(len(members))], at.init_timeout)
