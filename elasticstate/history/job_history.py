@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
@@ -306,9 +307,6 @@ class WorkerSpans:
         return is_member or not (e["signal"] == SIGTERM or (life.phase == "ready" and e["exit_code"] is not None))
 
 
-_NO_TICK = "no tick"
-
-
 @dataclass(slots=True)
 class GenerationHistory:
     """History of one generation."""
@@ -393,10 +391,7 @@ class JobHistory:
     syncs: list[event_file.Sync] = field(default_factory=list)
     copies: CopiesHistory = field(default_factory=CopiesHistory)
     _workers: WorkerSpans = field(init=False)
-    _hold: tuple[float, str] | None = None
-    _drains: dict[str, tuple[float, str]] = field(default_factory=dict)
-    _cooldowns: dict[str, tuple[float, float, str]] = field(default_factory=dict)
-    _stalls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _begun: dict[tuple[str, str], Span] = field(default_factory=dict)  # by kind and key; each with its latest end
     _kept_s: float = 0.0  # goodput of the generations so far
     _wall_s: float = 0.0  # time of the generations so far
 
@@ -421,12 +416,9 @@ class JobHistory:
         """End all spans: the file has no further event of this run."""
         if self._newest is not None and self._newest.ended is None:
             self._newest.ended = self.last
-        for host in list(self._drains):
-            self._drain_ends(host, self.last)
-        for host in list(self._cooldowns):
-            self._cooldown_ends(host, self.last)
-        for call in list(self._stalls):
-            self._stall_ends(call, self.last, "the file ends")
+        for kind, details in (("drain", {}), ("cooldown", {}), ("stall", {"end": "the file ends"})):
+            for key in [key for of, key in self._begun if of == kind]:
+                self._ends(kind, key, self.last, **details)
         self._workers.close(self.last, "the job ended" if self.finished else "the file ends")
         if self.sizes:
             self.sizes.append((self.last, 0 if self.finished else self.sizes[-1][1]))
@@ -452,23 +444,20 @@ class JobHistory:
         self._span("driver", None, f"no event until driver {e['epoch']} reattached", self.last, e["time"], {})
         self._mark(e, "driver", f"driver {e['epoch']} reattached", back=e.get("back"), lost=e.get("lost"))
 
-    def on_stall(self, e: Event) -> None:
-        self._stalls[e["call"]] = e
+    def on_stall(self, e: event_file.Stall) -> None:
+        self._stall_begins(e["call"], e["time"] - e["seconds"], e["who"])
 
-    def on_no_tick(self, e: Event) -> None:
-        self._stalls[_NO_TICK] = {**e, "who": e["text"]}
+    def on_no_tick(self, e: event_file.NoTick) -> None:
+        self._stall_begins("no tick", e["time"] - e["seconds"], e["text"])
+
+    def _stall_begins(self, call: str, begin: float, missing: str) -> None:
+        self._begun["stall", call] = Span("stall", None, None, f"stall: {call}", begin, inf, {"missing": missing})
 
     def on_no_tick_ended(self, e: event_file.NoTickEnded) -> None:
-        self._stall_ends(_NO_TICK, e["time"], e["reason"])
+        self._ends("stall", "no tick", e["time"], end=e["reason"])
 
     def on_stall_ended(self, e: event_file.StallEnded) -> None:
-        self._stall_ends(e["call"], e["time"], e["reason"])
-
-    def _stall_ends(self, call: str, time: float, reason: str) -> None:
-        stall = self._stalls.pop(call, None)
-        if stall is not None:
-            details = {"missing": stall["who"], "end": reason}
-            self._span("stall", None, f"stall: {call}", stall["time"] - stall["seconds"], time, details)
+        self._ends("stall", e["call"], e["time"], end=e["reason"])
 
     def on_divergence(self, e: event_file.Divergence) -> None:
         self._mark(e, "warning", e["text"])
@@ -480,22 +469,26 @@ class JobHistory:
         self._mark(e, "host", f"host {e['host']} added", slots=e["slots"])
 
     def on_host_removed(self, e: event_file.HostRemoved) -> None:
-        self._drain_ends(e["host"], e["time"])
+        self._ends("drain", e["host"], e["time"])
         self._mark(e, "host", f"host {e['host']} removed")
 
     def on_host_draining(self, e: event_file.HostDraining) -> None:
-        self._drains.setdefault(e["host"], (e["time"], e["reason"]))
+        host = e["host"]
+        span = Span("drain", host, None, f"drain of {host}", e["time"], inf, {"reason": e["reason"]})
+        self._begun.setdefault(("drain", host), span)
 
     def on_host_cooldown(self, e: event_file.HostCooldown) -> None:
-        self._drain_ends(e["host"], e["time"])
-        self._cooldown_ends(e["host"], e["time"])
-        self._cooldowns[e["host"]] = (e["time"], e["time"] + e["seconds"], e["reason"])
+        self._ends("drain", e["host"], e["time"])
+        host, end = e["host"], e["time"] + e["seconds"]
+        self._ends("cooldown", host, e["time"])
+        span = Span("cooldown", host, None, f"cooldown of {host}", e["time"], end, {"reason": e["reason"]})
+        self._begun["cooldown", host] = span
 
     def on_agent_joined(self, e: event_file.AgentJoined) -> None:
         self._mark(e, "agent", f"agent of {e['host']} joined")
 
     def on_agent_lost(self, e: event_file.AgentLost) -> None:
-        self._drain_ends(e["host"], e["time"])
+        self._ends("drain", e["host"], e["time"])
         self._mark(e, "agent", f"agent of {e['host']} lost", reason=e["reason"])
 
     def on_link_cut(self, e: event_file.LinkCut) -> None:
@@ -504,15 +497,11 @@ class JobHistory:
     def on_link_restored(self, e: event_file.LinkRestored) -> None:
         self._mark(e, "host", f"host {e['host']} reaches host {e['peer']} again", seconds=e["seconds"])
 
-    def _drain_ends(self, host: str, time: float) -> None:
-        if host in self._drains:
-            begin, reason = self._drains.pop(host)
-            self._span("drain", host, f"drain of {host}", begin, time, {"reason": reason})
-
-    def _cooldown_ends(self, host: str, time: float) -> None:
-        if host in self._cooldowns:
-            begin, end, reason = self._cooldowns.pop(host)
-            self._span("cooldown", host, f"cooldown of {host}", begin, min(end, time), {"reason": reason})
+    def _ends(self, kind: str, key: str, time: float, **details: object) -> None:
+        span = self._begun.pop((kind, key), None)
+        if span is not None:
+            details = span.details | details
+            self._span(kind, span.host, span.name, span.begin, min(span.end, time), details)
 
     def on_worker_ready(self, e: event_file.WorkerReady) -> None:
         newest = self._newest
@@ -527,19 +516,13 @@ class JobHistory:
             self.marks.append(JobMark(failure.time, "failure", failure.host, name, {}))
 
     def on_hold(self, e: event_file.Hold) -> None:
-        self._hold = (e["time"], e["cause"])
+        self._begun["hold", ""] = Span("hold", None, None, f"hold: {e['cause']}", e["time"], inf, {})
 
     def on_release(self, e: event_file.Release) -> None:
-        self._hold_ends(e["time"], {"released": e["cause"]})
-
-    def _hold_ends(self, time: float, details: Details) -> None:
-        if self._hold is not None:
-            begin, cause = self._hold
-            self._hold = None
-            self._span("hold", None, f"hold: {cause}", begin, time, details)
+        self._ends("hold", "", e["time"], released=e["cause"])
 
     def on_end(self, e: event_file.End) -> None:
-        self._hold_ends(e["time"], {})
+        self._ends("hold", "", e["time"])
         newest, tick = self._newest, e["at"] if isinstance(e["at"], int) else None
         planned = tick is not None or bool(e.get("planned"))  # in a world of workers without run: at no tick
         if newest is not None:
