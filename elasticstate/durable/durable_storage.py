@@ -7,9 +7,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from elasticstate.private import check_own, make_file, open_own
 
@@ -20,27 +20,6 @@ _WRITTEN = re.compile(r"part-\d+\.[a-z]+|manifest\.json(\.new)?")  # all names o
 
 ReadAt = Callable[[int, int], bytes]
 """Returns bytes of an open file at (offset, size), fewer at the end of the file."""
-
-
-class DurableStorage(Protocol):
-    """Folders with files. Every method may block, and raises OSError or an error of the library behind the URL."""
-
-    def folders(self) -> list[str]:
-        """Return the names of all folders; none if the storage does not exist yet."""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return names and sizes of the files in a folder."""
-
-    def open(self, folder: str, name: str) -> AbstractContextManager[ReadAt]: ...
-
-    def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
-        """Write a file, which is durable after the return. Create the folder if it does not exist."""
-
-    def publish(self, folder: str, name: str, data: bytes) -> None:
-        """Write a file so that readers find all of it or nothing, after all earlier files of the folder."""
-
-    def remove(self, folder: str, first: str) -> None:
-        """Remove a copy: the file ``first`` before all others, because it makes the folder valid."""
 
 
 def is_url(place: str) -> bool:
@@ -170,13 +149,17 @@ def _reads(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 
 class Directory:
-    """Storage in a directory: a local disk, or a file system that hosts share."""
+    """Storage in a directory: a local disk, or a file system that hosts share.
+
+    Every method of a storage may block, and raises OSError or an error of the library behind the URL.
+    """
 
     def __init__(self, path: str, files: Files) -> None:
         self._path = path
         self._files = files
 
     def folders(self) -> list[str]:
+        """Return the names of all folders; none if the storage does not exist yet."""
         try:
             names = self._files.names(self._path)
         except FileNotFoundError:
@@ -184,6 +167,7 @@ class Directory:
         return sorted(name for name in names if self._files.is_directory(f"{self._path}/{name}"))
 
     def sizes(self, folder: str) -> dict[str, int]:
+        """Return names and sizes of the files in a folder."""
         return self._files.sizes(f"{self._path}/{folder}")
 
     @contextmanager
@@ -191,10 +175,12 @@ class Directory:
         yield functools.partial(self._files.read_at, f"{self._path}/{folder}/{name}")
 
     def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
+        """Write a file, which is durable after the return. Create the folder if it does not exist."""
         self._make(folder)
         self._files.write(f"{self._path}/{folder}/{name}", chunks)
 
     def publish(self, folder: str, name: str, data: bytes) -> None:
+        """Write a file so that readers find all of it or nothing, after all earlier files of the folder."""
         path = f"{self._path}/{folder}"
         self._make(folder)
         self._files.write(f"{path}/{name}.new", [data])
@@ -214,6 +200,7 @@ class Directory:
             self._files.sync(os.path.dirname(path))
 
     def remove(self, folder: str, first: str) -> None:
+        """Remove a copy: the file ``first`` before all others, because it makes the folder valid."""
         path = f"{self._path}/{folder}"
         with suppress(FileNotFoundError):
             self._files.remove(f"{path}/{first}")
@@ -227,7 +214,7 @@ _BLOCK_BYTES = 16 << 20  # of one request; S3 allows 10,000 parts of a file
 
 
 class UrlStorage:
-    """Storage behind a URL that fsspec knows. One PUT of an object store is atomic."""
+    """Storage behind a URL that fsspec knows, with Directory's methods. One PUT of an object store is atomic."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -288,3 +275,6 @@ class UrlStorage:
 
 def _name(entry: dict[str, Any]) -> str:
     return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+
+DurableStorage = Directory | UrlStorage
