@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -498,7 +498,7 @@ def shares(rows: int, ranks: int) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------------------- sparse
-# Allreduce of sparse tensors and sparse gradients: the entries of all ranks are gathered.
+# Allreduce of sparse tensors: the entries of all ranks are gathered.
 
 
 class SparseHandle(Handle[torch.Tensor]):
@@ -545,52 +545,3 @@ def sparse_allreduce_async(
         )
 
     return SparseHandle((), finish, members.generation, parts=(indices, values))
-
-
-class SparseGradients:
-    """The parameters of one optimizer whose gradients are sparse, such as those of ``nn.Embedding(sparse=True)``.
-
-    They have no buckets, and are reduced in ``synchronize``.
-    """
-
-    def __init__(self, op: Op, process_set: ProcessSet | None) -> None:
-        self._op = op
-        self._process_set = process_set
-        self._parameters: dict[int, tuple[torch.Tensor, int]] = {}  # id -> parameter, number of sparse dimensions
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (parameter for parameter, _ in self._parameters.values())
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._parameters
-
-    def add(self, parameter: torch.Tensor) -> None:
-        """Add a parameter that has its first sparse gradient now."""
-        assert parameter.grad is not None
-        self._parameters[id(parameter)] = parameter, parameter.grad.sparse_dim()
-
-    def reduce(self) -> None:
-        """Replace the gradients by those of all ranks. A missing gradient counts as zeros.
-
-        Raises UsageError, on all ranks, if some of them are in ``join()``, and the errors of a collective.
-        """
-        started = [
-            (
-                parameter,
-                sparse_allreduce_async(_gradient(parameter, dimensions), None, self._op, self._process_set),
-            )
-            for parameter, dimensions in self._parameters.values()
-        ]
-        for parameter, handle in started:
-            parameter.grad = handle.wait().coalesce()
-
-
-def _gradient(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
-    if parameter.grad is None:
-        indices = torch.empty(dimensions, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.detach().new_empty(0, *parameter.shape[dimensions:])
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True, device=values.device)
-    return parameter.grad.to_sparse(dimensions) if parameter.grad.layout is torch.strided else parameter.grad

@@ -20,7 +20,7 @@ from elasticstate.extension import copy_all, world_generation
 from elasticstate.horovod import calls, negotiation, timeline
 from elasticstate.horovod.allreduce import Op, scale, torch_operation
 from elasticstate.horovod.calls import Call, CallKind, CallUsageError, Members, OptimizerUsageError, failures_named
-from elasticstate.horovod.collectives import SparseGradients
+from elasticstate.horovod.collectives import sparse_allreduce_async
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.world import ProcessSet, members_of, need_process_set
 
@@ -201,7 +201,9 @@ class Reducer:
         self.names = names
         self._process_set = process_set
         self._members: Members | None = None  # of the pending gradients
-        self._sparse = SparseGradients(op, process_set)
+        # Parameters with sparse gradients (``nn.Embedding(sparse=True)``), by id, each with the number of its sparse
+        # dimensions. They have no buckets, and are reduced in ``synchronize``.
+        self._sparse: dict[int, tuple[torch.Tensor, int]] = {}
         self._buckets: list[Bucket] = []
         self._left: dict[int, int] = {}  # id of a parameter -> passes until its gradient is complete
         self._launched = 0  # number of buckets
@@ -242,7 +244,7 @@ class Reducer:
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         names = [self.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
         lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
-        lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p in self._sparse]
+        lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p, _ in self._sparse.values()]
         return Call(CallKind.STEP, (f"a step of {how}", *lines))
 
     @property
@@ -286,7 +288,12 @@ class Reducer:
             factor = 1.0 if self._op is Op.SUM else self._predivide / members.size
             for bucket in self._buckets:
                 bucket.finish(factor, self._compression)
-            self._sparse.reduce()
+            sparse = [
+                (p, sparse_allreduce_async(_sparse_gradient(p, dimensions), None, self._op, self._process_set))
+                for p, dimensions in self._sparse.values()
+            ]
+            for parameter, handle in sparse:
+                parameter.grad = handle.wait().coalesce()
         except BaseException:
             self.drop()
             raise
@@ -342,12 +349,12 @@ class Reducer:
         if gradient is not None and gradient.is_sparse:
             if self._sparse_as_dense:
                 parameter.grad = gradient.to_dense()
-            elif parameter not in self._sparse:
-                self._sparse.add(parameter)
+            elif key not in self._sparse:
+                self._sparse[key] = parameter, gradient.sparse_dim()
                 bucket.remove(parameter)
         self._left[key] -= 1
         if self._left[key] == 0:
-            if parameter not in self._sparse:
+            if key not in self._sparse:
                 bucket.incomplete -= 1
             while self._may_launch and (rest := self._buckets[self._launched :]) and not rest[0].incomplete:
                 self._launch(rest[0], members)
@@ -359,6 +366,15 @@ class Reducer:
 
     def _name(self, key: int) -> str:
         return self.names.get(key, "a parameter")
+
+
+def _sparse_gradient(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """Return the gradient with so many sparse dimensions. A missing one counts as zeros."""
+    if parameter.grad is None:
+        indices = torch.empty(dimensions, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty(0, *parameter.shape[dimensions:])
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True, device=values.device)
+    return parameter.grad.to_sparse(dimensions) if parameter.grad.layout is torch.strided else parameter.grad
 
 
 def drop_all() -> None:
