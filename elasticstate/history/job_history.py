@@ -578,13 +578,13 @@ class JobHistory:
 
 
 def histories(
-    path: str, events: Iterable[Event], sink: Callable[[str], Sink] = lambda job: lambda span: None
+    path: str, events: Iterable[Event], sink: Callable[[Event], Sink] = lambda first: lambda span: None
 ) -> list[JobHistory]:
     """Return the histories of all runs of jobs in a file, by their beginning.
 
-    ``sink``: called with the name of each run; returns the receiver of its workers' spans.
+    ``sink``: called with the first event of each run; returns the receiver of its workers' spans.
     """
-    return runs_of(events, lambda first: JobHistory(first["job"], path, first["time"], sink(first["job"])))
+    return runs_of(events, lambda first: JobHistory(first["job"], path, first["time"], sink(first)))
 
 
 # --------------------------------------------------------------------------------------------------------------- shares

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from datetime import datetime, timezone
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -47,27 +48,24 @@ class ChromeTrace:
         self._lines: list[tuple[int, int, int, int, int, bytes]] = []  # process, thread, begin, -length, order, JSON
         self._heads: list[bytes] = []
         self._processes = 0
+        self._hosts: dict[tuple[int, str], int] = {}  # the process of each host of a run
+        self._threads: set[tuple[int, int]] = set()  # of slots
         self._origin: float | None = None
         self.spans = 0
 
     def add(self, path: str, events: Iterable[Event]) -> list[JobHistory]:
         """Add the runs of an event file. Raises OptionError as ``read_events`` does."""
-        hosts: list[_Hosts] = []
+        jobs: list[int] = []  # the process of each run
 
-        def sink(job: str) -> Sink:
-            found = _Hosts(self, self._process(f"job {job}"))
-            hosts.append(found)
-            return found.span
+        def sink(first: Event) -> Sink:
+            if self._origin is None:
+                self._origin = first["time"]
+            jobs.append(self._process(f"job {first['job']}"))
+            return partial(self._add_worker_span, jobs[-1])
 
-        def with_origin() -> Iterable[Event]:
-            for event in events:
-                if self._origin is None:
-                    self._origin = event["time"]
-                yield event
-
-        runs = histories(path, with_origin(), sink)
-        for run, found in zip(runs, hosts, strict=True):
-            self._add_job(run, found)
+        runs = histories(path, events, sink)
+        for run, process in zip(runs, jobs, strict=True):
+            self._add_job(run, process)
         return runs
 
     def data(self) -> bytes:
@@ -80,8 +78,7 @@ class ChromeTrace:
 
     # --------------------------------------------------------------------------------------------------------- jobs
 
-    def _add_job(self, run: JobHistory, hosts: _Hosts) -> None:
-        process = hosts.job
+    def _add_job(self, run: JobHistory, process: int) -> None:
         self.thread(process, _EVENTS_LANE, "events")
         spans = [*run.spans, *_generations(run)]
         number = _EVENTS_LANE
@@ -89,7 +86,8 @@ class ChromeTrace:
             chosen = sorted((s for s in spans if s.kind in kinds), key=lambda s: (s.begin, s.end))
             number = self._add_lanes(process, number, lane, chosen)
         for mark in run.marks:
-            self.mark(hosts.process(mark.host) if mark.host else process, mark.time, mark.name, mark.kind, mark.details)
+            at = self._host(process, mark.host) if mark.host else process
+            self.mark(at, mark.time, mark.name, mark.kind, mark.details)
         for time, size in run.sizes:
             self.counter(process, time, "world size", {"workers": size})
         for time, share in run.goodput:
@@ -147,40 +145,27 @@ class ChromeTrace:
         self._heads.append(_encoded({**place, "name": "process_sort_index", "args": index}))
         return self._processes
 
-    def new_host(self, name: str) -> int:
-        process = self._process(f"host {name}")
-        self.thread(process, _EVENTS_LANE, "events")
-        return process
+    def _host(self, job: int, name: str) -> int:
+        """Return the process of a host of a run. Hosts come in the order in which they appear."""
+        if (job, name) not in self._hosts:
+            self._hosts[job, name] = self._process(f"host {name}")
+            self.thread(self._hosts[job, name], _EVENTS_LANE, "events")
+        return self._hosts[job, name]
+
+    def _add_worker_span(self, job: int, span: Span) -> None:
+        assert span.host is not None
+        assert span.slot is not None
+        process, thread = self._host(job, span.host), span.slot + 1
+        if (process, thread) not in self._threads:
+            self._threads.add((process, thread))
+            self.thread(process, thread, f"slot {span.slot}")
+        self.span(process, thread, span)
 
     def _put(
         self, process: int, thread: int, ts: int, length: int, event: dict[str, Any], order: int | None = None
     ) -> None:
         order = len(self._lines) if order is None else order
         self._lines.append((process, thread, ts, length, order, _encoded(event)))
-
-
-class _Hosts:
-    """Processes of a run: the job, and its hosts in the order in which they appear."""
-
-    def __init__(self, trace: ChromeTrace, job: int) -> None:
-        self.job = job
-        self._trace = trace
-        self._processes: dict[str, int] = {}
-        self._threads: set[tuple[int, int]] = set()
-
-    def process(self, host: str) -> int:
-        if host not in self._processes:
-            self._processes[host] = self._trace.new_host(host)
-        return self._processes[host]
-
-    def span(self, span: Span) -> None:
-        assert span.host is not None
-        assert span.slot is not None
-        process, thread = self.process(span.host), span.slot + 1
-        if (process, thread) not in self._threads:
-            self._threads.add((process, thread))
-            self._trace.thread(process, thread, f"slot {span.slot}")
-        self._trace.span(process, thread, span)
 
 
 def _generations(run: JobHistory) -> Iterable[Span]:
