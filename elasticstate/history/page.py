@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -92,18 +92,15 @@ def _bounded(e: Mapping[str, Any], name: str, text: str) -> str:
     return f"at least {text}" if name in e["lower_bounds"] else text
 
 
-class TableRow(NamedTuple):
-    """Row of the table of all jobs."""
-
-    name: str
-    values: list[str]
+Rows = list[tuple[str, list[str]]]
+"""Rows of a table: a name, and a value for each job."""
 
 
-def _figures(runs: Sequence[JobHistory]) -> list[TableRow]:
+def _figures(runs: Sequence[JobHistory]) -> Rows:
     """Return the rows of the table of all jobs, without those that are empty for each job."""
     columns = [_figures_of(run) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    return [TableRow(name, [column.get(name, "-") for column in columns]) for name in names]
+    return [(name, [column.get(name, "-") for column in columns]) for name in names]
 
 
 def _figures_of(run: JobHistory) -> dict[str, str]:
@@ -137,16 +134,16 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[TableRow]:
+def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> Rows:
     """Return the rows of the table of goodput and badput; the first row names the jobs."""
     accounts = [(label, shares) for run, label in zip(runs, labels, strict=True) if (shares := parts_of(run))]
     if not accounts:
         return []
-    rows = [TableRow("", [label for label, _ in accounts])]
+    rows = [("", [label for label, _ in accounts])]
     for name in share_names([shares for _, shares in accounts]):
         found = [(shares.parts.get(name), max(shares.wall_s, 1e-9)) for _, shares in accounts]
         cells = ["-" if s is None else f"{duration(s)} ({s / wall:.1%})" for s, wall in found]
-        rows.append(TableRow(name.replace("_", " "), cells))
+        rows.append((name.replace("_", " "), cells))
     return rows
 
 

@@ -397,7 +397,7 @@ class ReplicaStore:
     def __init__(self, directory: int, job_id: str, key: bytes) -> None:
         """Take over the copies of the previous agent. ``directory``: a descriptor. Raises OSError."""
         self._job_id, self._key = job_id, key
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._kept: dict[Key, _Replica] = {}
         self._incoming: dict[SlotId, IncomingReplica] = {}
         self._spare: list[StoreFile] = []
@@ -415,7 +415,7 @@ class ReplicaStore:
             os.close(self._directory)
             os.close(self._parent)
             self._directory, self._parent = fd, os.dup(directory)
-            self._release_spare()
+            self.release_spare()
 
     def close(self) -> None:
         """Close all files. The next agent of this host takes over the copies. No other thread uses the store."""
@@ -423,7 +423,7 @@ class ReplicaStore:
             self._is_closed = True
             for slot in list(self._incoming):
                 self._abandon(slot)
-            self._release_spare()
+            self.release_spare()
             for kept in self._kept.values():
                 kept.file.close()
             self._kept.clear()
@@ -649,14 +649,11 @@ class ReplicaStore:
     def release_spare(self) -> bool:
         """Free the memory of spare files. Return False if there was none."""
         with self._lock:
-            return self._release_spare()
-
-    def _release_spare(self) -> bool:
-        had_spare = bool(self._spare)
-        for file in self._spare:
-            self._remove(file)
-        self._spare.clear()
-        return had_spare
+            had_spare = bool(self._spare)
+            for file in self._spare:
+                self._remove(file)
+            self._spare.clear()
+            return had_spare
 
     def _drop(self, slot: SlotId, commit: CommitId, recycles: bool = True) -> None:
         kept = self._kept.pop((slot, commit), None)
