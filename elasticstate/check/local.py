@@ -13,6 +13,7 @@ import resource
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -68,18 +69,12 @@ def _removes_ipc(root: Path) -> bool:
     more = [path for place in _PLACES for path in (root / place / "systemd/logind.conf.d").glob("*.conf")]
     found = True
     for path in (*mains, *sorted(more, key=lambda path: path.name)):
-        for line in _lines(path):
-            name, _, value = line.partition("=")
-            if name.strip() == "RemoveIPC":
-                found = value.strip().lower() not in _NO
+        with suppress(OSError):
+            for line in path.read_text(errors="replace").splitlines():
+                name, _, value = line.partition("=")
+                if name.strip() == "RemoveIPC":
+                    found = value.strip().lower() not in _NO
     return found
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 _SMALL_BYTES = 1 << 30

@@ -37,11 +37,9 @@ class Event(dict[str, Any]):
 
     def error(self, problem: str) -> OptionError:
         """Return the error for a line that is no event."""
-        return _no_event(self._place, problem)
-
-
-def _no_event(place: str, problem: str) -> OptionError:
-    return OptionError(f"{place} is no event ({problem}). Name a file that elasticrun --events-file has written.")
+        return OptionError(
+            f"{self._place} is no event ({problem}). Name a file that elasticrun --events-file has written."
+        )
 
 
 def number(event: Mapping[str, object], name: str) -> float | None:
@@ -73,11 +71,11 @@ def _events(path: str, file: BinaryIO) -> Iterator[Event]:
             return
         if line.isspace():
             continue
-        value, place = _parsed(line), f"{path!r}: line {number}"
+        value = _parsed(line)
+        event = Event(value if isinstance(value, dict) else {}, f"{path!r}: line {number}", number)
         if wrong := value if isinstance(value, str) else _problem(value):
-            raise _no_event(place, wrong)
-        assert isinstance(value, dict)
-        yield Event(value, place, number)
+            raise event.error(wrong)
+        yield event
 
 
 def _parsed(line: bytes) -> object:
