@@ -37,24 +37,15 @@ class CallKind(IntEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of this rank.
-
-    Args:
-        lines: the call with its arguments, then its parts, if it has many. All lines must be the same on all ranks.
-        numbers: data for a rank in ``join()``; a function of ``lines``. At most three.
-        wrong: the error in the arguments on this rank; "": none. All ranks raise it.
-        name: name of the tensor or object; None: none was given.
-        is_unique: no other call of this function and name may be in progress at the same time.
-        is_wait: it only waits for an earlier call of this rank that other ranks have not made yet.
-    """
+    """One call of this rank."""
 
     kind: CallKind
-    lines: tuple[str, ...]
-    numbers: tuple[int, ...] = ()
-    wrong: str = ""
-    name: str | None = None
-    is_unique: bool = False
-    is_wait: bool = False
+    lines: tuple[str, ...]  # the call with its arguments, then its parts, if it has many; the same on all ranks
+    numbers: tuple[int, ...] = ()  # data for a rank in ``join()``; a function of ``lines``. At most three
+    wrong: str = ""  # the error in the arguments on this rank; "": none. All ranks raise it
+    name: str | None = None  # of the tensor or object; None: none was given
+    is_unique: bool = False  # no other call of this function and name may be in progress at the same time
+    is_wait: bool = False  # it only waits for an earlier call of this rank that other ranks have not made yet
 
     @property
     def key(self) -> str | None:
@@ -113,29 +104,21 @@ def refusal(tensor: torch.Tensor, *, needs_dimension: bool = False) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """The ranks that make a call together, in one world.
+    """The ranks that make a call together, in one world."""
 
-    Args:
-        generation: of the world.
-        ranks: in the world, ascending.
-        index: of this worker among them; -1: it is not one of them.
-        calls: process group for the calls of the script; None: torch's default group.
-        gradients: process group for gradients; None if there is only one member.
-        process_set: number of the process set; 0: all ranks of the world.
-        numbers: numbers for the calls of the script.
-        earlier: calls of this rank that other ranks have not made yet, by key, in their order.
-        running: started calls by key.
-    """
-
-    generation: int
-    ranks: tuple[int, ...]
-    index: int
-    calls: weakref.ref[dist.ProcessGroup] | None = None  # torch owns the groups, and ends them with the world
+    generation: int  # of the world
+    ranks: tuple[int, ...]  # in the world, ascending
+    index: int  # of this worker among them; -1: it is not one of them
+    # Process groups, which torch owns, and ends with the world: for the calls of the script (None: torch's default
+    # group), and for gradients (None if there is only one member).
+    calls: weakref.ref[dist.ProcessGroup] | None = None
     gradients: weakref.ref[dist.ProcessGroup] | None = None
-    process_set: int = 0
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    earlier: dict[str, LateHandle[Any]] = field(default_factory=dict)
-    running: dict[str, NameUse] = field(default_factory=dict)
+    process_set: int = 0  # number of the process set; 0: all ranks of the world
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # for the calls of the script
+    earlier: dict[str, LateHandle[Any]] = field(
+        default_factory=dict
+    )  # by key: calls that other ranks have not made yet
+    running: dict[str, NameUse] = field(default_factory=dict)  # started calls, by key
 
     @property
     def size(self) -> int:

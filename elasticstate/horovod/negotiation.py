@@ -46,17 +46,11 @@ class Offered(NamedTuple):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """The calls of one rank.
+    """The calls of one rank."""
 
-    Args:
-        next: the call that it is about to make; None: it waits for one of ``earlier``.
-        yields: it goes on if ``next`` cannot be matched now.
-        earlier: its calls that are not matched yet.
-    """
-
-    next: Offered | None
-    yields: bool
-    earlier: list[Offered]
+    next: Offered | None  # the call that it is about to make; None: it waits for one of ``earlier``
+    yields: bool  # it goes on if ``next`` cannot be matched now
+    earlier: list[Offered]  # its calls that are not matched yet
 
     @property
     def calls(self) -> list[Offered]:
@@ -216,9 +210,6 @@ def some_have_joined() -> bool:
 def receive(members: Members) -> CallHeader | None:
     """Return, in ``join()``, the next call of the ranks that still train; None if no rank trains any more.
 
-    Args:
-        members: all ranks of the world.
-
     If the calls of those ranks fail, they raise the error. This rank has helped to explain it, and has nothing to do.
     """
     global _joined_in
@@ -245,12 +236,7 @@ def fingerprint(call: Call | None) -> int:
 
 
 def are_equal(own: int, union: int) -> bool:
-    """Return True if all ranks make the same call. The result is the same on all ranks.
-
-    Args:
-        own: fingerprint of this rank.
-        union: bitwise OR of the fingerprints of all ranks.
-    """
+    """Return True, on all ranks, if all make the same call. ``union``: the bitwise OR of their fingerprints."""
     return own == union != _NEEDS_HEADER
 
 
@@ -352,15 +338,7 @@ class NameUse:
 
 
 class Handle(Generic[T]):
-    """A started collective, for ``synchronize()`` and ``poll()``.
-
-    Args:
-        works: torch's handles.
-        finish: makes the output, after all works have ended.
-        generation: generation of the world in which it runs.
-        span: its bar in the timeline.
-        parts: handles for which ``finish`` waits.
-    """
+    """A started collective, for ``synchronize()`` and ``poll()``."""
 
     def __init__(
         self,
@@ -370,11 +348,11 @@ class Handle(Generic[T]):
         span: timeline.Span | None = None,
         parts: Sequence[Handle[Any]] = (),
     ) -> None:
-        self.works = works
-        self._finish = finish
-        self._generation = generation
-        self._span = span
-        self._parts = parts
+        self.works = works  # torch's handles
+        self._finish = finish  # makes the output, after all works have ended
+        self._generation = generation  # of the world in which it runs
+        self._span = span  # its bar in the timeline
+        self._parts = parts  # handles for which ``finish`` waits
         self.name_use: NameUse | None = None
         self._output: T | None = None
 
@@ -434,10 +412,8 @@ def poll(handle: Handle[Any]) -> bool:
 def start(call: Call, members: Members, launch: Callable[[], Handle[T]], waits: bool) -> Handle[T]:
     """Return the handle of ``launch()``, after all ranks have agreed on ``call``.
 
-    Args:
-        launch: starts the collective. All members call it at the same point.
-        waits: wait for the other ranks, even if they make other calls first. Otherwise, a call with a key may be
-            launched later.
+    All members call ``launch`` at the same point. ``waits``: wait for the other ranks, even if they make other calls
+    first. Otherwise, a call with a key may be launched later.
 
     Raises CallUsageError if the calls differ, and on this rank alone if the name is in use.
     """

@@ -171,17 +171,7 @@ _hooks: Any = WeakIdKeyDictionary()  # parameter -> its hook: only the newest re
 
 
 class Reducer:
-    """Reducer of one optimizer's parameters.
-
-    Args:
-        op: Average or Sum.
-        predivide: with Average, divide by this number before the sum, and by size() / predivide after it.
-        compression: compressor for the gradients that are sent.
-        passes: number of backward passes that make one gradient.
-        sparse_as_dense: convert sparse gradients to dense ones; otherwise their entries are gathered.
-        names: names of parameters by id, for messages.
-        process_set: ranks that reduce; None: all. On another rank, gradients stay as they are.
-    """
+    """Reducer of one optimizer's parameters."""
 
     def __init__(
         self,
@@ -193,13 +183,13 @@ class Reducer:
         names: dict[int, str],
         process_set: ProcessSet | None = None,
     ) -> None:
-        self.passes = passes
-        self._op = op
-        self._predivide = predivide
+        self.passes = passes  # number of backward passes that make one gradient
+        self._op = op  # Average or Sum
+        self._predivide = predivide  # with Average, divide by this before the sum, and by size() / predivide after it
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self.names = names
-        self._process_set = process_set
+        self.names = names  # of parameters by id, for messages
+        self._process_set = process_set  # ranks that reduce; None: all. On another rank, gradients stay as they are
         self._members: Members | None = None  # of the pending gradients
         # Parameters with sparse gradients (``nn.Embedding(sparse=True)``), by id, each with the number of its sparse
         # dimensions. They have no buckets, and are reduced in ``synchronize``.

@@ -38,11 +38,7 @@ Event = dict[str, Any]
 class TraceFile:
     """A trace that this process appends to. A thread writes, so that the caller never waits for the disk.
 
-    Args:
-        path: a file of the same job is continued, another one is replaced.
-        job: unique id of the job.
-
-    Raises OSError if the file cannot be opened.
+    A file of the same ``job`` is continued, another one is replaced. Raises OSError if it cannot be opened.
     """
 
     def __init__(self, path: str, job: str) -> None:

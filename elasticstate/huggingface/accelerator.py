@@ -37,9 +37,7 @@ class StepGradients:
     is None after the backward pass of each batch but the last. Whatever the script does to gradients in these batches
     (``zero_grad()``, clipping, ``p.grad = None``) then has no effect, and in the last batch it acts on their sum.
 
-    Args:
-        parameters: returns all parameters that the script may train.
-        weight: returns the factor of the present batch.
+    ``parameters`` returns all parameters that the script may train, and ``weight`` the factor of the present batch.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[torch.nn.Parameter]], weight: Callable[[], float]) -> None:

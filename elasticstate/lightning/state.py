@@ -114,11 +114,9 @@ class TrainingBatches:
     callbacks, validation, logs. So this is the one place where the loops' progress is that of whole batches.
 
     Lightning counts the batches of an epoch from its beginning, the loader those that are left. ``len()`` returns the
-    sum of the batches fetched before and those left.
+    sum of the batches fetched before and those left. ``end_tick`` is called before each batch is fetched.
 
-    Args:
-        loader: the loader. Raises UsageError if it cannot be used with Lightning.
-        end_tick: called before each batch is fetched.
+    Raises UsageError if ``loader`` cannot be used with Lightning.
     """
 
     def __init__(self, loader: object, end_tick: Callable[[], None]) -> None:

@@ -45,10 +45,8 @@ class CheckpointFiles:
     and a removed file is only renamed, until the job cannot go back before the change. Their names have a number that
     counts the changes of the job: commits contain the count. All ranks count, rank 0 writes.
 
-    Files behind a URL, and those that are overwritten, are left as they are.
-
-    Args:
-        job: id of the job. None: no other process can continue this one, so nothing is kept.
+    Files behind a URL, and those that are overwritten, are left as they are. ``job``: id of the job; None: no other
+    process can continue this one, so nothing is kept.
     """
 
     def __init__(self, job: str | None) -> None:
