@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -337,27 +338,20 @@ class NameUse:
         return self._is_over or _waits > self._waits
 
 
+@dataclass(eq=False, repr=False)
 class Handle(Generic[T]):
     """A started collective, for ``synchronize()`` and ``poll()``."""
 
-    def __init__(
-        self,
-        works: Sequence[Any],
-        finish: Callable[[], T],
-        generation: int,
-        span: timeline.Span | None = None,
-        parts: Sequence[Handle[Any]] = (),
-    ) -> None:
-        self.works = works  # torch's handles
-        self._finish = finish  # makes the output, after all works have ended
-        self._generation = generation  # of the world in which it runs
-        self._span = span  # its bar in the timeline
-        self._parts = parts  # handles for which ``finish`` waits
-        self.name_use: NameUse | None = None
-        self._output: T | None = None
+    works: Sequence[Any]  # torch's handles
+    finish: Callable[[], T]  # makes the output, after all works have ended
+    generation: int  # of the world in which it runs
+    span: timeline.Span | None = None  # its bar in the timeline
+    parts: Sequence[Handle[Any]] = ()  # handles for which ``finish`` waits
+    name_use: NameUse | None = field(default=None, init=False)
+    _output: T | None = field(default=None, init=False)
 
     def is_done(self) -> bool:
-        is_done = all(work.is_completed() for work in self.works) and all(part.is_done() for part in self._parts)
+        is_done = all(work.is_completed() for work in self.works) and all(part.is_done() for part in self.parts)
         if is_done and self.name_use is not None:
             self.name_use.end()
         return is_done
@@ -366,10 +360,10 @@ class Handle(Generic[T]):
         """Return the output. Raises the collective's error; CollectiveError if its world is over."""
         global _waits
         if self._output is None:
-            if world_generation() != self._generation:
+            if world_generation() != self.generation:
                 self.works = ()
                 raise CollectiveError(
-                    f"this collective was started in generation {self._generation}, which has ended. Start it again in "
+                    f"this collective was started in generation {self.generation}, which has ended. Start it again in "
                     f"the present world."
                 )
             works, self.works = self.works, ()
@@ -380,8 +374,8 @@ class Handle(Generic[T]):
                 for work in works:
                     work.wait()
             with torch.no_grad():
-                self._output = self._finish()
-            timeline.end(self._span)
+                self._output = self.finish()
+            timeline.end(self.span)
         return self._output
 
 
@@ -449,7 +443,7 @@ class LateHandle(Handle[T], Generic[T]):
 
     def is_done(self) -> bool:
         """Return True if ``wait`` would return at once. Makes one exchange with the other ranks before the start."""
-        if world_generation() != self._generation:
+        if world_generation() != self.generation:
             return True  # and ``wait`` raises an error
         if self._is_waiting:
             agree(self._call_of("poll"), self._members, yields=True, is_done=lambda: not self._is_waiting)

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -170,26 +171,19 @@ _numbers = itertools.count()
 _hooks: Any = WeakIdKeyDictionary()  # parameter -> its hook: only the newest reducer of a parameter counts
 
 
+@dataclass(eq=False)
 class Reducer:
     """Reducer of one optimizer's parameters."""
 
-    def __init__(
-        self,
-        op: Op,
-        predivide: float,
-        compression: type[Compressor],
-        passes: int,
-        sparse_as_dense: bool,
-        names: dict[int, str],
-        process_set: ProcessSet | None = None,
-    ) -> None:
-        self.passes = passes  # number of backward passes that make one gradient
-        self._op = op  # Average or Sum
-        self._predivide = predivide  # with Average, divide by this before the sum, and by size() / predivide after it
-        self._compression = compression
-        self._sparse_as_dense = sparse_as_dense
-        self.names = names  # of parameters by id, for messages
-        self._process_set = process_set  # ranks that reduce; None: all. On another rank, gradients stay as they are
+    op: Op  # Average or Sum
+    predivide: float  # with Average, divide by this number before the sum, and by size() / predivide after it
+    compression: type[Compressor]
+    passes: int  # number of backward passes that make one gradient
+    sparse_as_dense: bool  # else the entries of sparse gradients are gathered
+    names: dict[int, str]  # of parameters by id, for messages
+    process_set: ProcessSet | None = None  # ranks that reduce; None: all. On another rank, gradients stay as they are
+
+    def __post_init__(self) -> None:
         self._members: Members | None = None  # of the pending gradients
         # Parameters with sparse gradients (``nn.Embedding(sparse=True)``), by id, each with the number of its sparse
         # dimensions. They have no buckets, and are reduced in ``synchronize``.
@@ -226,9 +220,9 @@ class Reducer:
         how = calls.signature(
             "DistributedOptimizer",
             None,
-            op=self._op.value,
-            gradient_predivide_factor=self._predivide if self._predivide != 1.0 else None,
-            compression=getattr(self._compression, "__name__", type(self._compression).__name__).lstrip("_"),
+            op=self.op.value,
+            gradient_predivide_factor=self.predivide if self.predivide != 1.0 else None,
+            compression=getattr(self.compression, "__name__", type(self.compression).__name__).lstrip("_"),
             backward_passes_per_step=self.passes,
         )
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
@@ -250,7 +244,7 @@ class Reducer:
     @property
     def reduces(self) -> bool:
         """True if this worker's rank takes part. Joins the world."""
-        return self._process_set is None or bool(self._process_set.included())
+        return self.process_set is None or bool(self.process_set.included())
 
     @property
     def _is_present(self) -> bool:
@@ -275,11 +269,11 @@ class Reducer:
             self._agreed = members.generation, self.call().digest
             for bucket in self._buckets[self._launched :]:
                 self._launch(bucket, members)
-            factor = 1.0 if self._op is Op.SUM else self._predivide / members.size
+            factor = 1.0 if self.op is Op.SUM else self.predivide / members.size
             for bucket in self._buckets:
-                bucket.finish(factor, self._compression)
+                bucket.finish(factor, self.compression)
             sparse = [
-                (p, sparse_allreduce_async(_sparse_gradient(p, dimensions), None, self._op, self._process_set))
+                (p, sparse_allreduce_async(_sparse_gradient(p, dimensions), None, self.op, self.process_set))
                 for p, dimensions in self._sparse.values()
             ]
             for parameter, handle in sparse:
@@ -295,10 +289,10 @@ class Reducer:
     def take_part(self) -> None:
         """Take part in the others' reduction with zeros. Raises the errors of a collective."""
         self.drop()
-        members = members_of(self._process_set)
+        members = members_of(self.process_set)
         try:
             for bucket in self._buckets:
-                bucket.launch(1.0, self._compression, members, has_gradients=False)
+                bucket.launch(1.0, self.compression, members, has_gradients=False)
             for bucket in self._buckets:
                 bucket.wait()
         finally:
@@ -321,13 +315,13 @@ class Reducer:
             return self._members
         if self._pending:
             self.drop()  # left over from an ended world
-        self._members = members = members_of(self._process_set)
+        self._members = members = members_of(self.process_set)
         self._pending, self._is_reduced = True, False
         self._may_launch = members.size == 1 or self._agreed == (members.generation, self.call().digest)
         return members
 
     def _launch(self, bucket: Bucket, members: Members) -> None:
-        bucket.launch(1.0 / self._predivide, self._compression, members)
+        bucket.launch(1.0 / self.predivide, self.compression, members)
         self._launched += 1
 
     def count_pass(self, parameter: torch.Tensor, bucket: Bucket) -> None:
@@ -337,7 +331,7 @@ class Reducer:
         members = self._begin()
         gradient, key = parameter.grad, id(parameter)
         if gradient is not None and gradient.is_sparse:
-            if self._sparse_as_dense:
+            if self.sparse_as_dense:
                 parameter.grad = gradient.to_dense()
             elif key not in self._sparse:
                 self._sparse[key] = parameter, gradient.sparse_dim()

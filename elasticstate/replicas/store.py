@@ -21,6 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -243,26 +244,22 @@ class SealedSlot(Protocol):
         """Return a new descriptor of a buffer. Safe on any thread. Raises OSError when the files are closed."""
 
 
+@dataclass(eq=False)
 class Source:
     """A copy that is open for reading, mapped. ``close`` it: a copy that is open keeps its memory."""
 
-    def __init__(
-        self,
-        sealed: Sealed,
-        memory: Any,
-        release: Callable[[], None] = lambda: None,
-        is_unchanged: Callable[[], bool] | None = None,
-    ) -> None:
-        """``is_unchanged``: returns False once the bytes may change; None: they never change."""
-        self.sealed = sealed
-        self.memory = memory
-        self.is_fixed = is_unchanged is None
-        self._release = release
-        self._is_unchanged = is_unchanged
+    sealed: Sealed
+    memory: Any
+    release: Callable[[], None] = lambda: None
+    is_unchanged: Callable[[], bool] | None = None  # returns False once the bytes may change; None: they never change
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.is_unchanged is None
 
     def close(self) -> None:
         self.memory = None
-        self._release()
+        self.release()
 
     def read(self, offset: int, length: int) -> bytes:
         return bytes(self.memory[offset : offset + length])
@@ -282,7 +279,7 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise CopyError if the bytes may have changed since the copy was opened."""
-        if self._is_unchanged is not None and not self._is_unchanged():
+        if self.is_unchanged is not None and not self.is_unchanged():
             raise CopyError(f"{self.sealed} is gone: its worker has written another commit to this buffer")
 
     def checksum(self, begin: int, end: int, start: int = 0) -> int:

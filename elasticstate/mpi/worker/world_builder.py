@@ -149,18 +149,17 @@ def pieces(members: list[Member], base: str | None) -> list[list[int]]:
     return [part for part in (survivors, fresh, *([rank] for rank in rest)) if part]
 
 
+@dataclass(eq=False)
 class WorldBuilder:
     """Builder of the communicators of one process, one world after the other."""
 
-    def __init__(
-        self, host: str, local_address: str, pid: int, path: Path, request: Callable[[tuple[Applicant, ...]], None]
-    ) -> None:
-        """``path``: where this process waits for its identity. ``request`` requests identities for workers."""
-        self._host = host
-        self._local_address = local_address
-        self._pid = pid
-        self._path = path
-        self._request = request
+    host: str
+    local_address: str
+    pid: int
+    path: Path  # where this process waits for its identity
+    request: Callable[[tuple[Applicant, ...]], None]  # requests identities for workers
+
+    def __post_init__(self) -> None:
         self.base: Base | None = None
         self._retired: deque[tuple[float, MPI.Comm]] = deque()  # with the time until which each is kept
         self.unfinished: list[MPI.Comm] = []  # communicators to revoke if the generation ends during the build
@@ -169,15 +168,15 @@ class WorldBuilder:
 
     def start_early(self) -> None:
         """Start MPI before the first world, alone. If no identity arrives in time, MPI starts in the first world."""
-        path = self._path.with_suffix(".early")
+        path = self.path.with_suffix(".early")
         path.unlink(missing_ok=True)
-        self._request((Applicant(self._host, self._pid, str(path)),))
+        self.request((Applicant(self.host, self.pid, str(path)),))
         try:
             take_identity(path, time.monotonic() + _EARLY_TIMEOUT_S, lambda: None)
         except CollectiveError as error:
             logger.warning("MPI starts with the next world, which takes longer: %s", error)
         else:
-            start_mpi(self._local_address)
+            start_mpi(self.local_address)
 
     def build(self, at: Rendezvous) -> MPI.Intracomm:
         """Return the communicator of the world of ``at``, with its ranks. It is the base from now on.
@@ -185,7 +184,7 @@ class WorldBuilder:
         Raises CollectiveError, MPI.Exception, or the store's errors.
         """
         has_identity, base_name = MPI.Is_initialized(), None if self.base is None else self.base.name
-        mine = Member(at.worker, base_name, has_identity, self._host, self._pid, str(self._path))
+        mine = Member(at.worker, base_name, has_identity, self.host, self.pid, str(self.path))
         self.unfinished = []  # those of a failed world have been revoked
         members = exchange_members(at, mine)
         base = agree_on_base(at, members, self.base)
@@ -233,11 +232,11 @@ class WorldBuilder:
     def _get_identity(self, at: Rendezvous, members: list[Member]) -> None:
         fresh = [member for member in members if not member.has_identity]
         if fresh[0].worker == at.worker:
-            self._request(tuple(Applicant(member.host, member.pid, member.path) for member in fresh))
-        take_identity(self._path, time.monotonic() + at.init_timeout.total_seconds(), at.check)
+            self.request(tuple(Applicant(member.host, member.pid, member.path) for member in fresh))
+        take_identity(self.path, time.monotonic() + at.init_timeout.total_seconds(), at.check)
 
     def _own_piece(self, parts: list[list[int]], rank: int, has_identity: bool) -> MPI.Intracomm:
-        world_of_start = start_mpi(self._local_address)
+        world_of_start = start_mpi(self.local_address)
         if self.base is not None:
             self.revoke(self.base.comm)
             comm = cast(MPI.Intracomm, self.base.comm.Shrink())
