@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from queue import Empty, Full, Queue
 from typing import Any, TypeVar
@@ -276,25 +277,21 @@ class StorageHangsError(Exception):
     """A storage makes no progress."""
 
 
+@dataclass(eq=False)
 class StoredCopies:
     """The copies in a storage, read by threads that the caller can give up.
 
     Every method raises OSError, errors of the storage's library, or StorageHangsError after ``timeout_s`` without
-    progress. ``check`` is called regularly while a method waits; what it raises ends the method. ``owners``: other
-    users whose copies are read, too; None: any user's. That is only for tensors: objects are pickles.
+    progress. Copies of any user are only for tensors: objects are pickles.
     """
 
-    def __init__(
-        self,
-        place: str,
-        timeout_s: float,
-        check: Callable[[], None] = lambda: None,
-        owners: Collection[int] | None = (),
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._check = check
-        self._place = place
-        self._storage = self._call(lambda: open_storage(place, owners))
+    place: str
+    timeout_s: float
+    check: Callable[[], None] = lambda: None  # called regularly while a method waits; what it raises ends the method
+    owners: Collection[int] | None = ()  # other users whose copies are read, too; None: any user's
+
+    def __post_init__(self) -> None:
+        self._storage = self._call(lambda: open_storage(self.place, self.owners))
 
     def names(self) -> list[str]:
         """Return the names of all copies, complete or not, the newest first."""
@@ -378,14 +375,14 @@ class StoredCopies:
         try:
             waited_s = 0.0
             while True:
-                self._check()
+                self.check()
                 try:
                     value, error = queue.get(timeout=_LOOK_INTERVAL_S)
                 except Empty:
                     waited_s += _LOOK_INTERVAL_S
-                    if waited_s >= self._timeout_s:
+                    if waited_s >= self.timeout_s:
                         raise StorageHangsError(
-                            f"{self._place} makes no progress within --durable-timeout of {self._timeout_s:g} s"
+                            f"{self.place} makes no progress within --durable-timeout of {self.timeout_s:g} s"
                         ) from None
                     continue
                 waited_s = 0.0

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -99,46 +100,38 @@ class _Delivery:
         self.fails_since = 0.0  # when the first attempt failed since bytes have arrived; 0: none
 
 
+@dataclass(eq=False, kw_only=True)
 class HostReplicas:
     """The copies of one host: their store, their server, and a thread that carries out the newest order.
 
-    Methods return at once, except the constructor (files in memory), ``open`` and ``close``.
+    Methods return at once, except the constructor (files in memory), ``open`` and ``close``. The constructor takes over
+    the copies that the previous agent of this host has kept. It raises OSError.
     """
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        job_id: str,
-        key: bytes,
-        directory: int,
-        slots: Mapping[int, SealedSlot],
-        timeout_s: float,
-        on_kept: Notify,
-        on_dropped: NotifyDropped,
-        on_damaged: Notify,
-        log: Callable[[str], None],
-        rate_bytes_per_s: float | None = None,
-    ) -> None:
-        """Take over the copies that the previous agent of this host has kept.
+    host: str
+    job_id: str
+    key: bytes
+    directory: int  # descriptor of the commit directory
+    slots: Mapping[int, SealedSlot]  # the files of each slot, may change
+    timeout_s: float  # for a peer that does not authenticate or sends nothing
+    # Callbacks, on any thread: when this host has a new copy; when a copy is damaged, could not be made or was refused;
+    # and when a buffer of a slot is damaged.
+    on_kept: Notify
+    on_dropped: NotifyDropped
+    on_damaged: Notify
+    log: Callable[[str], None]
+    rate_bytes_per_s: float | None = None  # most bytes to send per second; None: no limit
 
-        ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. Callbacks, on any
-        thread: ``on_kept`` when this host has a new copy, ``on_dropped`` when a copy is damaged, could not be made or
-        was refused, ``on_damaged`` when a buffer of a slot is damaged, and ``log``. ``timeout_s``: for a peer that does
-        not authenticate or sends nothing. ``rate_bytes_per_s``: most bytes to send per second; None: no limit.
-
-        Raises OSError.
-        """
-        self._key, self._timeout_s, self._log = key, timeout_s, log
-        self._on_kept, self._on_dropped = on_kept, on_dropped
+    def __post_init__(self) -> None:
         self._received_bytes = 0
         self._counting = threading.Lock()
-        self.store = ReplicaStore(directory, job_id, key)
-        self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped, on_damaged)
+        self.store = ReplicaStore(self.directory, self.job_id, self.key)
+        buffers = SlotBuffers(self.job_id, self.host, self.slots)
+        self._library = Library(buffers, self.store, self.on_dropped, self.on_damaged)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
         self._forgetting: list[Future[Any]] = []  # that is not known to be done
         self._server: ReplicaServer | None = None
-        self._rate = Rate(rate_bytes_per_s, _SEND_BYTES)
+        self._rate = Rate(self.rate_bytes_per_s, _SEND_BYTES)
         self._changed = threading.Condition()
         self._next: _Order | None = None
         self._current: _Order | None = None
@@ -148,7 +141,7 @@ class HostReplicas:
 
     def start(self, address: str) -> str:
         """Serve copies at this address. Return "address:port". Raises OSError."""
-        self._server = ReplicaServer(address, self._key, self._timeout_s, self._serve, self._log)
+        self._server = ReplicaServer(address, self.key, self.timeout_s, self._serve, self.log)
         if self.store.unverified():
             self._threads.submit(self._library.verify_taken_over)
         return self._server.address
@@ -159,7 +152,7 @@ class HostReplicas:
         return self._server.address if self._server is not None else ""
 
     def _serve(self, connection: Wire) -> None:
-        ReplicaConnection(connection, self._library, self._on_kept, self._count).serve()
+        ReplicaConnection(connection, self._library, self.on_kept, self._count).serve()
 
     def _count(self, size_bytes: int) -> None:
         with self._counting:  # each connection has a thread
@@ -285,11 +278,11 @@ class HostReplicas:
             if (slot, order.commit) not in self._library.store.kept():
                 with closing(self._sealed(slot, order)) as source:
                     self._copy(source, order)
-            self._on_kept(slot, order.commit)
+            self.on_kept(slot, order.commit)
         except (CopyError, OSError) as error:
             if not order.cancelled.is_set():
-                self._log(f"commit {order.commit} of slot {slot} is not replicated: {error}")
-                self._on_dropped(slot.host, slot, order.commit, str(error))
+                self.log(f"commit {order.commit} of slot {slot} is not replicated: {error}")
+                self.on_dropped(slot.host, slot, order.commit, str(error))
             return False
         finally:
             self._library.buffers.unpin(slot)
@@ -341,7 +334,7 @@ class HostReplicas:
         A target that refuses the copy, or is unreachable for long, is reported: it may have no memory for the copy.
         """
         try:
-            connection = wire.dial(delivery.target.address, self._key, self._timeout_s, self._use)
+            connection = wire.dial(delivery.target.address, self.key, self.timeout_s, self._use)
             with closing(connection):
                 self._push(connection, delivery, order)
         except (OSError, CopyError) as error:
@@ -349,11 +342,11 @@ class HostReplicas:
                 return False
             target = f"{delivery.target.host} ({delivery.target.address})"
             if delivery.pause_s == _FIRST_PAUSE_S:
-                self._log(f"commit {order.commit} of slot {delivery.slot} cannot be sent to host {target}: {error}")
+                self.log(f"commit {order.commit} of slot {delivery.slot} cannot be sent to host {target}: {error}")
             now = time.monotonic()
             delivery.fails_since = delivery.fails_since or now
             if isinstance(error, _NotAccepted) or now - delivery.fails_since > _UNREACHABLE_S:
-                self._on_dropped(delivery.target.host, delivery.slot, order.commit, f"host {target}: {error}")
+                self.on_dropped(delivery.target.host, delivery.slot, order.commit, f"host {target}: {error}")
                 return True
             delivery.due = now + delivery.pause_s
             delivery.pause_s = min(2 * delivery.pause_s, _LONGEST_PAUSE_S)
