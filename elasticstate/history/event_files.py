@@ -144,7 +144,10 @@ def runs_of(events: Iterable[Event], begin: Callable[[Event], R]) -> list[R]:
         if job not in newest or event["event"] == "job_started":
             newest[job] = begin(event)
             found.append(newest[job])
-        newest[job].add(event)
+        try:
+            newest[job].add(event)
+        except ValueError:
+            raise event.error(f"'worker' is {event.get('worker')!r}") from None
     for run in found:
         run.close()
     return found

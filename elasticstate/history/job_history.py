@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from signal import SIGTERM
 from typing import Any, NamedTuple
@@ -141,6 +142,22 @@ class _Life:
 Sink = Callable[[Span], None]
 
 
+def worker_id(worker: str) -> WorkerId:
+    """Return the id whose text is ``worker``. Raises ValueError."""
+    slot, _, incarnation = worker.rpartition("#")
+    host, _, index = slot.rpartition(":")
+    return WorkerId(host, int(index), int(incarnation))
+
+
+def placed(ages: dict[str, int], joined: Iterable[str]) -> list[str]:
+    """Return the members of a world by their ranks, by the rule of the core, and give those that have joined ages."""
+    members = [(worker_id(worker), ages.get(worker, NEWCOMER)) for worker in dict.fromkeys((*ages, *joined))]
+    found = [str(placement.worker) for placement in assign(members)]
+    numbers = count(max(ages.values(), default=0) + 1)
+    ages.update((worker, next(numbers)) for worker in found if worker not in ages)
+    return found
+
+
 @dataclass(slots=True)
 class WorkerSpans:
     """Tracker of all workers of a job. It passes each span to ``sink`` when the span ends."""
@@ -151,7 +168,6 @@ class WorkerSpans:
     _slots: dict[tuple[str, int], _Life] = field(default_factory=dict)
     _down: dict[tuple[str, int], tuple[float, str, Details]] = field(default_factory=dict)  # slots whose worker failed
     _ages: dict[str, int] = field(default_factory=dict)  # of the members of the newest world
-    _next_age: int = 0
     _is_whole: bool = False  # all members are known
     _is_over: bool = False
 
@@ -172,12 +188,11 @@ class WorkerSpans:
         for worker in (*e["left"], *joined):
             self._ages.pop(worker, None)
         self._is_whole = (self._is_whole or not self._ages) and len(self._ages) + len(joined) == e["size"]
-        ranks = self._ranks(joined)
-        for worker in self._ages:
+        for rank, worker in enumerate(placed(self._ages, joined)):
             life = self._lives.get(worker)
             if life is not None:
                 self._enter(life, "generation", e["time"])
-                life.generation, life.rank = e["generation"], ranks.get(worker)
+                life.generation, life.rank = e["generation"], rank if self._is_whole else None
                 life.resumed = life.synced = None
 
     def on_training_resumed(self, e: event_file.TrainingResumed) -> None:
@@ -247,19 +262,6 @@ class WorkerSpans:
     def _living_members(self) -> Iterable[_Life]:
         found = (self._lives.get(worker) for worker in self._ages)
         return [life for life in found if life is not None and life.phase == "generation"]
-
-    def _ranks(self, joined: list[str]) -> dict[str, int]:
-        """Add the members that have ``joined``, in the order of their ranks. Return all ranks, by the rule of the core;
-        none if not all members are known."""
-        members = [life for worker in (*self._ages, *joined) if (life := self._lives.get(worker)) is not None]
-        aged = [(WorkerId(life.host, life.slot, 0), self._ages.get(life.worker, NEWCOMER)) for life in members]
-        workers = {(life.host, life.slot): life.worker for life in members}
-        placed = [workers[worker.host, worker.slot] for worker in (p.worker for p in assign(aged))]
-        newcomers = set(joined)
-        for worker in placed:
-            if worker in newcomers:
-                self._ages[worker], self._next_age = self._next_age, self._next_age + 1
-        return {worker: rank for rank, worker in enumerate(placed)} if self._is_whole else {}
 
     def _enter(self, life: _Life, phase: str, time: float) -> None:
         self._end_phase(life, time)

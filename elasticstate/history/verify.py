@@ -13,11 +13,10 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from elasticstate.core import event_file
-from elasticstate.core.ids import SlotId, WorkerId
-from elasticstate.core.state import NEWCOMER
+from elasticstate.core.ids import SlotId
 from elasticstate.core.types import listed
-from elasticstate.core.worlds import assign
 from elasticstate.history.event_files import Event, runs_of
+from elasticstate.history.job_history import placed, worker_id
 
 Phase = Literal["started", "ready", "member", "unresponsive", "exited", "lost"]
 
@@ -92,10 +91,7 @@ class JobCheck:
             self._silent.update(range(1, generation + 1))
         handler: Callable[[Any], None] | None = getattr(self, f"on_{name}", None)
         if handler is not None:
-            try:
-                handler(e)
-            except ValueError:
-                raise e.error(f"'worker' is {e['worker']!r}") from None
+            handler(e)
         if name not in _BESIDES_STEPS:
             self.generation = generation
 
@@ -186,7 +182,9 @@ class JobCheck:
         self._diverged.add(generation)
         self._may_lose = True
         ages = self._ages or {}
-        self._heirs.update((_id(worker).slot_id, ages[worker]) for worker in e.get("replaced", []) if worker in ages)
+        self._heirs.update(
+            (worker_id(worker).slot_id, ages[worker]) for worker in e.get("replaced", []) if worker in ages
+        )
 
     def on_divergent_value(self, e: event_file.DivergentValue) -> None:
         is_known = e["generation"] in self._diverged
@@ -237,14 +235,14 @@ class JobCheck:
         if (before := self._slots.get(place)) is not None:
             has_ended = self._phases.get(before) in (None, "exited", "lost")
             self._expect(has_ended, f"{worker} starts, but {before} has not exited")
-            self._expect(_id(worker) > _id(before), f"{worker} starts after {before}")
+            self._expect(worker_id(worker) > worker_id(before), f"{worker} starts after {before}")
         self._expect(host in self._agents or not self._has_begun, f"{worker} starts on a host without an agent")
         self._phases[worker], self._slots[place] = "started", worker
         if not self._trains:
             return  # a commit that only this host has may be awaited
         self._expect(host not in self._leaving, f"{worker} starts on a host that drains or was removed")
         rest_s = self._cooldowns.get(host, -inf) - e["time"]
-        stay = sum(_id(member).host not in self._leaving for member in self._members or ())
+        stay = sum(worker_id(member).host not in self._leaving for member in self._members or ())
         if rest_s > _CLOCK_S and self._epoch == 1 and stay >= self._sizes[0]:
             text = f"{worker} starts {rest_s:.2f} s before its host's cooldown ends, and {stay} members train"
             self._doubts.append(Violation(self._line, text))
@@ -266,7 +264,7 @@ class JobCheck:
 
     def _enters(self, worker: str, phase: Phase, befores: set[Phase]) -> None:
         """Enter the phase of a worker, which must have been in one of ``befores``, if its events are known."""
-        before, name = self._phases.get(worker), _id(worker)
+        before, name = self._phases.get(worker), worker_id(worker)
         self._expect(before is not None or not self._is_whole, f"{worker} is {phase}, but was not started")
         self._expect(before is None or before in befores, f"{worker} is {phase}, but was {before}")
         if before == "lost":  # it has lived on, and was taken back
@@ -326,7 +324,7 @@ class JobCheck:
             counted = len(before) - len(left) + len(joined)
             self._expect(size == counted, f"{size} members, and not {len(before)} - {len(left)} + {len(joined)}")
             self._members = before.difference(left).union(joined)
-            hosts = len({_id(member).host for member in self._members})
+            hosts = len({worker_id(member).host for member in self._members})
             self._expect(e["hosts"] == hosts, f"{e['hosts']} hosts, and not {hosts}")
         elif len(joined) == size:
             self._members = set(joined)
@@ -352,20 +350,13 @@ class JobCheck:
             return
         ages = {member: age for member, age in self._ages.items() if member in members}
         ages.update(
-            (worker, self._heirs[_id(worker).slot_id]) for worker in joined if _id(worker).slot_id in self._heirs
+            (worker, self._heirs[worker_id(worker).slot_id])
+            for worker in joined
+            if worker_id(worker).slot_id in self._heirs
         )
         self._heirs.clear()
-        placed = assign([(_id(member), ages.get(member, NEWCOMER)) for member in dict.fromkeys((*ages, *joined))])
-        for rank, member in enumerate(str(placement.worker) for placement in placed):
-            self._ranks[member] = rank
-            ages.setdefault(member, max(ages.values(), default=0) + 1)
+        self._ranks.update((member, rank) for rank, member in enumerate(placed(ages, joined)))
         self._ages = ages
-
-
-def _id(worker: str) -> WorkerId:
-    slot, _, incarnation = worker.rpartition("#")
-    host, _, index = slot.rpartition(":")
-    return WorkerId(host, int(index), int(incarnation))
 
 
 def checks(events: Iterable[Event]) -> list[JobCheck]:
