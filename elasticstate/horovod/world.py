@@ -343,11 +343,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def process_sets() -> list[ProcessSet]:
-    """Return all process sets, by their ids."""
-    return [global_process_set, *{added.process_set_id: added for added in _added}.values()]
-
-
 def need_process_set(process_set: object) -> None:
     """Raise UsageError unless the argument is a ProcessSet or None."""
     if process_set is not None and not isinstance(process_set, ProcessSet):

@@ -629,19 +629,15 @@ class ReplicaStore:
             if self._incoming.get(incoming.sealed.slot) is incoming:
                 self._abandon(incoming.sealed.slot)
 
-    def forget(self, before: CommitId, besides: CommitId | None = None) -> list[Key]:
-        """Remove all copies of older commits except ``besides``, and refuse older ones from now on.
-
-        Return those removed.
-        """
+    def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
+        """Remove all copies of older commits except ``besides``, and refuse older ones from now on."""
         with self._lock:
             self._forgotten = max(self._forgotten, before)
             for slot in [slot for slot, found in self._incoming.items() if found.sealed.commit < before]:
                 self._abandon(slot)
-            removed = [key for key in sorted(self._kept) if key[1] < before and key[1] != besides]
-            for key in removed:
-                self._drop(*key)
-            return removed
+            for slot, commit in sorted(self._kept):
+                if commit < before and commit != besides:
+                    self._drop(slot, commit)
 
     def release_spare(self) -> bool:
         """Free the memory of spare files. Return False if there was none."""

@@ -19,7 +19,7 @@ from torch import nn
 
 import elasticstate.horovod as hvd
 from elasticstate import UsageError
-from elasticstate.horovod.world import process_sets
+from elasticstate.horovod import world
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -206,8 +206,8 @@ def check_gradients() -> None:
 def check_process_sets() -> None:
     rank, ranks = hvd.rank(), hvd.size()
     sets = [hvd.add_process_set(range(1, ranks)), hvd.add_process_set(hvd.ProcessSet([0]))]
-    assert [chosen.process_set_id for chosen in sets] == [chosen.process_set_id for chosen in process_sets()[1:]]
-    assert len({chosen.process_set_id for chosen in process_sets()}) == 3
+    assert [chosen.process_set_id for chosen in sets] == [chosen.process_set_id for chosen in world._added]
+    assert len({chosen.process_set_id for chosen in (hvd.global_process_set, *world._added)}) == 3
     with pytest.raises(ValueError, match="these ranks"):
         hvd.add_process_set([0])
     for chosen, members in zip(sets, (list(range(1, ranks)), [0]), strict=True):
@@ -233,7 +233,7 @@ def check_process_sets() -> None:
         hvd.add_process_set(sets[0])
     with pytest.raises(UsageError, match="was not added"):
         hvd.allreduce(torch.ones(1), process_set=sets[0])
-    assert process_sets() == [hvd.global_process_set]
+    assert world._added == []
     again = hvd.add_process_set([0])
     assert again.included() == (rank == 0)
     hvd.remove_process_set(again)
@@ -297,7 +297,7 @@ def check_an_optimizer_of_a_process_set() -> None:
 def check_unlike_process_sets() -> None:
     with pytest.raises(UsageError, match=r"process set \[0, 1\]"):
         hvd.add_process_set([0] if hvd.rank() == 0 else [0, 1])
-    for chosen in process_sets()[1:]:
+    for chosen in list(world._added):
         hvd.remove_process_set(chosen)
     same(hvd.allreduce(of(hvd.rank(), 2), op=hvd.Sum), of_all(2).sum(0))
 
