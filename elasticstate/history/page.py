@@ -38,7 +38,7 @@ def page(runs: Sequence[JobHistory]) -> str:
     environment.filters |= {"cut": _cut, "duration": duration, "listed": listed, "number_of": number_of}
     return environment.get_template("report.html.jinja").render(
         title=f"Job {labels[0]}" if len(runs) == 1 else f"Comparison of {len(runs)} jobs",
-        jobs=[_Job(run, label, f"job-{index}") for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
+        jobs=[_Job(run, label) for run, label in zip(runs, labels, strict=True)],
         figures=_figures(runs),
         plots=plots(runs, labels),
         copy_plots=copy_plots(runs, labels),
@@ -153,7 +153,6 @@ class _Job:
 
     run: JobHistory
     label: str
-    anchor: str
 
     @property
     def generations(self) -> list[GenerationHistory]:

@@ -250,15 +250,14 @@ def _mpirun(found: MpiInstallation) -> Line:
 
 
 def main() -> None:
+    try:
+        import mpi4py
+    except ImportError:
+        return
+    mpi4py.rc.initialize = False
     if sys.argv[1:2] == ["--trial"]:
         with open(sys.argv[2], "a", encoding="utf-8") as file:
             _try(file)
-        return
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-    except ImportError:
         return
     _report(mpi4py=mpi4py.__version__)
     try:
@@ -270,9 +269,6 @@ def main() -> None:
 
 
 def _try(file: TextIO) -> None:
-    import mpi4py
-
-    mpi4py.rc.initialize = False
     from mpi4py import MPI
 
     level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
