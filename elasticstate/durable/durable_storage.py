@@ -96,9 +96,10 @@ class Files:
     def read_at(self, path: str, offset: int, size: int) -> bytes:
         with (
             self._directory_of(path) as (directory, name),
-            descriptor(open_own(name, os.O_RDONLY, directory, self._owners)) as fd,
+            open(open_own(name, os.O_RDONLY, directory, self._owners), "rb") as file,
         ):
-            return b"".join(_reads(fd, offset, size))
+            file.seek(offset)
+            return file.read(size)
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         """Write a file and wait until its bytes are on the disk."""
@@ -140,12 +141,6 @@ def descriptor(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _reads(fd: int, offset: int, size: int) -> Iterator[bytes]:
-    while size > 0 and (data := os.pread(fd, size, offset)):
-        yield data
-        offset, size = offset + len(data), size - len(data)
 
 
 class Directory:

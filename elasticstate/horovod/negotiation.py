@@ -141,27 +141,22 @@ def agree(call: Call, members: Members, yields: bool = False, is_done: Callable[
             wrong arguments, or some are in ``join()`` and the call needs all ranks.
         The errors of a collective.
     """
-    global _waits
+    global _joined_in, _waits
     try:
-        return _agree(call, members, yields, is_done)
+        if members.size == 1:
+            if call.wrong:
+                raise CallUsageError(f"{call.lines[0]}: {call.wrong}")
+            return True
+        while (header := _exchange(call, members, yields)) is not None and header.fails:
+            if not header.has_offers or header.wrong or header.joined:
+                raise CallUsageError(_explain(call, members))
+            is_matched = _settle(call, members, yields)
+            if is_done():
+                return True
+            if is_matched is not None:
+                return is_matched
     finally:
         _waits += not yields
-
-
-def _agree(call: Call, members: Members, yields: bool, is_done: Callable[[], bool]) -> bool:
-    global _joined_in
-    if members.size == 1:
-        if call.wrong:
-            raise CallUsageError(f"{call.lines[0]}: {call.wrong}")
-        return True
-    while (header := _exchange(call, members, yields)) is not None and header.fails:
-        if not header.has_offers or header.wrong or header.joined:
-            raise CallUsageError(_explain(call, members))
-        is_matched = _settle(call, members, yields)
-        if is_done():
-            return True
-        if is_matched is not None:
-            return is_matched
     if members.calls is not None:
         return True  # a process set: join() is refused
     has_joined = header is not None and bool(header.joined)

@@ -590,12 +590,8 @@ class ReplicaStore:
 
         Raises CopyError; if the checksum is wrong, the copy has no bytes again.
         """
-        sealed, memory = incoming.sealed, incoming.file.memory()
-
-        def read(offset: int, length: int) -> bytes:
-            return bytes(memory[offset : offset + length])
-
-        if not incoming.is_good() or not self._is_authentic(sealed, read):
+        sealed = incoming.sealed
+        if not incoming.is_good() or not self._is_authentic(sealed, Source(sealed, incoming.file.memory()).read):
             incoming.restart()
             raise CopyError(f"{sealed}: the checksum is wrong")
         with self._lock:
