@@ -375,14 +375,7 @@ def reducescatter(
     Shape and dtype are equal on all ranks. The first dimension is divided by rank. If it cannot be divided evenly, the
     first ranks get one row more. Gradients flow. With Sum, the gradient is multiplied by size(), as in Horovod.
 
-    Args:
-        compression: compressor for the tensor that is sent.
-        op: Average or Sum.
-        process_set: ranks that take part; None: all.
-        prescale_factor, postscale_factor: factors before and after the reduction.
-
-    Raises UsageError, on all ranks, if their tensors or arguments differ or are invalid, and torch's error if a peer
-    dies.
+    ``op``: Average or Sum. The other arguments and the errors are those of ``allreduce``.
     """
     arguments = compression, op, process_set, prescale_factor, postscale_factor
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -516,10 +509,7 @@ def sparse_allreduce_async(
     The number of entries may differ between ranks. The time grows with the entries of all ranks, so ``to_dense()`` and
     ``allreduce`` are faster if most rows have entries.
 
-    Args:
-        tensor: ``sparse_coo``, with the same shape and dtype on all ranks.
-        op: Average or Sum.
-        process_set: ranks that take part; None: all.
+    ``tensor``: ``sparse_coo``, with the same shape and dtype on all ranks. ``op``: Average or Sum.
 
     Raises UsageError for a tensor of another layout or another ``op``; on all ranks, if dtypes or shapes differ.
     """

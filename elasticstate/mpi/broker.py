@@ -49,17 +49,16 @@ class Relay:
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
         self._clients: dict[str, set[asyncio.StreamWriter]] = {}  # by the host of the client
-        self._server: asyncio.Server | None = None
 
     async def open(self, trust: Trust, proof_timeout_s: float) -> int:
         """Listen, and return the port. Raises OSError."""
-        self._server = await asyncio.start_server(
+        self.server = await asyncio.start_server(
             self._serve,
             sock=listening_socket(any_address()),
             ssl=trust.server,
             ssl_handshake_timeout=proof_timeout_s,
         )
-        return port_of(self._server.sockets[0])
+        return port_of(self.server.sockets[0])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ssl.SSLError, ValueError):  # the client has disconnected: close this connection
@@ -75,11 +74,6 @@ class Relay:
         """Abort all connections from this host: data that has not arrived here yet never reaches the port."""
         for writer in self._clients.get(host, ()):
             writer.transport.abort()
-
-    def close(self) -> None:
-        """Stop listening. Established connections stay open."""
-        if self._server is not None:
-            self._server.close()
 
 
 async def open_tunnel(

@@ -193,13 +193,9 @@ class _Probes:
         except OSError as error:
             raise _Failed(str(error.strerror)) from None
         if answer.exit_code != 0:
-            raise _Failed(_last_lines(answer))
+            lines = [line.strip() for line in answer.stderr.splitlines() if line.strip(" -")]
+            raise _Failed(how_it_ended(answer.exit_code) + (f": {lines[-1]}" if lines else ""))
         return answer.stdout
-
-
-def _last_lines(answer: processes.Answer) -> str:
-    lines = [line.strip() for line in answer.stderr.splitlines() if line.strip(" -")]
-    return how_it_ended(answer.exit_code) + (f": {lines[-1]}" if lines else "")
 
 
 async def search_for_mpi(timeout_s: float) -> BackendFindings:

@@ -78,7 +78,7 @@ def test_on_another_host_the_agent_connects_workers_to_the_relay(tmp_path: Path)
         assert await asyncio.wait_for(reader.read(), SOON_S) == b"hello"
         writer.close()
         await writer.wait_closed()
-        relay.close()
+        relay.server.close()
         server.close()
         await end(scene)
 

@@ -42,7 +42,7 @@ async def service(proof_timeout_s: float) -> AsyncIterator[tuple[Service, Relay,
     server = await asyncio.start_server(asked.meet, LOCALHOST, 0)
     relay = Relay(port_of(server.sockets[0]))
     yield asked, relay, await relay.open(TRUST, proof_timeout_s)
-    relay.close()
+    relay.server.close()
     server.close()
     for writer in asked.writers:
         await end(writer)
@@ -144,7 +144,7 @@ def test_no_stranger_gets_through() -> None:
 
 def test_without_a_relay_there_is_no_tunnel() -> None:
     async def main(_: Service, relay: Relay, port: int) -> None:
-        relay.close()
+        relay.server.close()
         with pytest.raises(ConnectionError, match=f"{port}: connection refused"):
             await open_tunnel(TRUST, "here", (LOCALHOST, port), SOON_S, pytest.fail)
 
@@ -156,7 +156,7 @@ def test_a_relay_that_is_gone_ends_what_dials_the_tunnel_and_is_told_of() -> Non
 
     async def main(_: Service, relay: Relay, port: int) -> None:
         tunnel = await open_tunnel(TRUST, "here", (LOCALHOST, port), SOON_S, complaints.append)
-        relay.close()
+        relay.server.close()
         reader, writer = await asyncio.open_connection(LOCALHOST, port_of(tunnel.sockets[0]))
         assert await reader.read() == b""
         await end(writer)
