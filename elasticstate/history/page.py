@@ -15,7 +15,7 @@ from markupsafe import Markup
 from elasticstate.core.types import listed, number_of
 from elasticstate.history.event_files import number
 from elasticstate.history.job_history import GenerationHistory, JobHistory, Span, WorkerFailed, parts_of, share_names
-from elasticstate.history.plots import MOST_JOBS, copy_plots, plots, size_text, span_of
+from elasticstate.history.plots import COPY_PLOTS, MOST_JOBS, PLOTS, made, size_text, span_of
 from elasticstate.terminal import printable
 
 _MOST_ROWS = 200  # of one table
@@ -40,8 +40,8 @@ def page(runs: Sequence[JobHistory]) -> str:
         title=f"Job {labels[0]}" if len(runs) == 1 else f"Comparison of {len(runs)} jobs",
         jobs=[_Job(run, label) for run, label in zip(runs, labels, strict=True)],
         figures=_figures(runs),
-        plots=plots(runs, labels),
-        copy_plots=copy_plots(runs, labels),
+        plots=made(runs, labels, PLOTS),
+        copy_plots=made(runs, labels, COPY_PLOTS),
         copy_failures=[
             (label, run, failure)
             for run, label in zip(runs, labels, strict=True)

@@ -206,11 +206,6 @@ _MOST_MARKS = 200  # failures of one line
 _PART_COLOURS = (2, 1, 0, 3, 4, 5, 6, 7)  # goodput is green
 
 
-def plots(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[Plot]:
-    """Return the plots for which the events have data."""
-    return made(runs, labels, (_sizes, _parts, _goodput, _badput, _rates, _downtimes))
-
-
 def _sizes(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("World size over time", "workers")
     texts, largest, failures = [], 0, Points()
@@ -355,11 +350,6 @@ def _failures_on_line(run: JobHistory) -> Points:
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def copy_plots(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[Plot]:
-    """Return the plots for which the events have data: none for jobs without copies."""
-    return made(runs, labels, (_ages, _bandwidths, _durations, _sizes_of_copies))
-
-
 def _ages(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("Age of the newest replicated commit", "seconds")
     texts, values, failures = [], list[float](), Points()
@@ -446,3 +436,7 @@ def _cross(axes: Axes, points: Points, label: str) -> None:
 
 def _unit(largest: float) -> tuple[float, str]:
     return next(((scale, unit) for scale, unit in _UNITS if largest >= scale), _UNITS[-1])
+
+
+PLOTS: tuple[Maker, ...] = (_sizes, _parts, _goodput, _badput, _rates, _downtimes)
+COPY_PLOTS: tuple[Maker, ...] = (_ages, _bandwidths, _durations, _sizes_of_copies)

@@ -191,7 +191,7 @@ def _settle(call: Call, members: Members, yields: bool) -> bool | None:
         text = _difference(of_key, members)
         if own.next is not None and own.next.key == decision.differs:
             raise CallUsageError(text)
-        members.earlier.pop(decision.differs).fail(text)
+        members.earlier.pop(decision.differs).error = text
         return None
     if not decision.some_yield:
         raise CallUsageError(_explain(call, members))
@@ -428,13 +428,10 @@ class LateHandle(Handle[T], Generic[T]):
         self._members = members
         self._launch = launch
         self._handle: Handle[T] | None = None
-        self._error = ""
+        self.error = ""
 
     def start(self) -> None:
         self._handle = _launch(self._key, self._members, self._launch)
-
-    def fail(self, error: str) -> None:
-        self._error = error
 
     def is_done(self) -> bool:
         """Return True if ``wait`` would return at once. Makes one exchange with the other ranks before the start."""
@@ -442,7 +439,7 @@ class LateHandle(Handle[T], Generic[T]):
             return True  # and ``wait`` raises an error
         if self._is_waiting:
             agree(self._call_of("poll"), self._members, yields=True, is_done=lambda: not self._is_waiting)
-        return bool(self._error) or (self._handle is not None and self._handle.is_done())
+        return bool(self.error) or (self._handle is not None and self._handle.is_done())
 
     def wait_for_start(self) -> None:
         """Wait until all ranks have made the call. An error of it is raised in ``wait``."""
@@ -451,11 +448,11 @@ class LateHandle(Handle[T], Generic[T]):
                 agree(self._call_of("synchronize"), self._members, is_done=lambda: not self._is_waiting)
         except CallUsageError as error:
             self._members.earlier.pop(self._key, None)
-            self.fail(str(error))
+            self.error = str(error)
 
     @property
     def _is_waiting(self) -> bool:
-        return self._handle is None and not self._error
+        return self._handle is None and not self.error
 
     def _call_of(self, function: str) -> Call:
         return Call(CallKind.OTHER, (f"{function}() of {self.call.lines[0]}",), is_wait=True)
@@ -463,7 +460,7 @@ class LateHandle(Handle[T], Generic[T]):
     def _started(self) -> Handle[T]:
         self.wait_for_start()
         if self._handle is None:
-            raise CallUsageError(self._error)
+            raise CallUsageError(self.error)
         return self._handle
 
 

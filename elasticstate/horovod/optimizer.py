@@ -228,7 +228,8 @@ class Reducer:
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         names = [self.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
         lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
-        lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p, _ in self._sparse.values()]
+        sparse = [(self.names.get(key, "a parameter"), p) for key, (p, _) in self._sparse.items()]
+        lines += [f"sparse gradients of {name}: {calls.form(p)}" for name, p in sparse]
         return Call(CallKind.STEP, (f"a step of {how}", *lines))
 
     @property
@@ -344,12 +345,10 @@ class Reducer:
                 self._launch(rest[0], members)
         elif self._left[key] < 0:
             raise OptimizerUsageError(
-                f"{self._name(key)} received gradients from more than backward_passes_per_step={self.passes} passes "
-                f"since the last step(). Set backward_passes_per_step to the number of passes before each step."
+                f"{self.names.get(key, 'a parameter')} received gradients from more than "
+                f"backward_passes_per_step={self.passes} passes since the last step(). Set backward_passes_per_step to "
+                "the number of passes before each step."
             )
-
-    def _name(self, key: int) -> str:
-        return self.names.get(key, "a parameter")
 
 
 def _sparse_gradient(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:

@@ -581,9 +581,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Rank 0 writes. If another worker becomes rank 0 in a later world, it continues the file. So the directory must exist
     on each host, best on a shared disk. A file of another job is replaced.
 
-    Args:
-        file_path: path of the file.
-        mark_cycles: mark the ends of ticks. Horovod's cycles do not exist here.
+    ``mark_cycles``: mark the ends of ticks. Horovod's cycles do not exist here.
 
     Raises:
         NotInWorldError: before ``init()``.

@@ -145,7 +145,7 @@ class Log:
         """Drop and, on rank 0, write the points that the exchange allows."""
         self._drop(durable)
         if world_rank() == 0:
-            self._write([point for point in self._unwritten() if point.step <= committed])
+            self._write([self._point(*point) for point in self._points if self._written < point[0] <= committed])
         elif self._is_used:  # this worker was rank 0 in an earlier world
             self._is_used = self._is_open = False
             for sink in self._sinks:
@@ -171,9 +171,6 @@ class Log:
         kept = {step for step, _ in self._points}
         self._made = {step: tick for step, tick in self._made.items() if step in kept}
         self._times = {step: at for step, at in self._times.items() if step in kept}
-
-    def _unwritten(self) -> list[Point]:
-        return [self._point(*point) for point in self._points if point[0] > self._written]
 
     def _write(self, points: Sequence[Point]) -> None:
         if not points:

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
+from elasticstate._native import checksum
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from elasticstate.net.names import listening_socket, port_of
@@ -72,7 +74,7 @@ class ReplicaServer:
         with self._lock:
             self._is_closed = True
             for connection in self._served:
-                connection.cut()
+                wire.cut(connection.socket)
             threads = list(self._served.values())
         os.write(self._woken, b"x")
         for thread in (self._thread, *threads):
@@ -374,7 +376,7 @@ class ReplicaConnection:
             for offset, length in request.ranges:
                 for at in range(offset, offset + length, wire.PIECE_BYTES):
                     end = min(at + wire.PIECE_BYTES, offset + length)
-                    found = source.checksum(at, end, found)
+                    found = checksum(source.memory, at, end, found)
                     self.peer.send_bytes(source.memory, at, end)
             reason = ""
             try:
@@ -390,7 +392,7 @@ class ReplicaConnection:
             self.on_kept(sealed.slot, sealed.commit)  # again: the driver may be a new one
             self.peer.send(wire.ReplicaWanted(0, is_kept=True))
             return
-        with incoming.owned(self.peer.cut, self._go_on):
+        with incoming.owned(partial(wire.cut, self.peer.socket), self._go_on):
             self.peer.send(wire.ReplicaWanted(incoming.offset))
             try:
                 received = memoryview(bytearray(wire.PIECE_BYTES))  # stays in a cache

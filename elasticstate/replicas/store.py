@@ -282,17 +282,13 @@ class Source:
         if self.is_unchanged is not None and not self.is_unchanged():
             raise CopyError(f"{self.sealed} is gone: its worker has written another commit to this buffer")
 
-    def checksum(self, begin: int, end: int, start: int = 0) -> int:
-        """Return the CRC-32C of bytes, continued from ``start``, without the GIL."""
-        return checksum(self.memory, begin, end, start)
-
     def is_intact(self, go_on: GoOn) -> bool:
         """Return True if the checksum of the seal is correct. Raises CopyError when ``go_on`` returns False."""
         found = 0
         for at in range(0, self.sealed.length, VERIFY_BYTES):
             if not go_on():
                 raise CopyError("this copy server closes")
-            found = self.checksum(at, min(at + VERIFY_BYTES, self.sealed.length), found)
+            found = checksum(self.memory, at, min(at + VERIFY_BYTES, self.sealed.length), found)
         return found == self.sealed.checksum
 
 

@@ -189,10 +189,6 @@ class Wire:
     def close(self) -> None:
         self.socket.close()
 
-    def cut(self) -> None:
-        """End all calls on this connection, also in other threads."""
-        cut(self.socket)
-
     def send(self, message: msgspec.Struct) -> None:
         body = _encoder.encode(message)
         frame = b"".join((_LENGTH.pack(len(body)), body, self._sent.tag(body)))
