@@ -13,8 +13,7 @@
         0.result               for launch(): result of its function (agent/host_storage.py)
 
 The agent opens each of these files once and passes descriptors to its workers: no process looks up a name that another
-user may have taken since (private.py). If another user has taken the name of the directory, the agent appends ``~1``,
-``~2`` and so on.
+user may have taken since (private.py). If another user has taken the name of the directory, the agent appends ``~1`` …
 
 A host whose agent has died may get another agent. So an unlocked directory is stale only if its job is over: no process
 has locked the directory of the job for ``--driver-timeout``, or another job has that directory now.

@@ -185,7 +185,7 @@ def _read_batch(connection: Wire, copy: CopyOf, parts: list[Part]) -> None:
     for _, target in parts:
         for at in range(0, len(target), wire.PIECE_BYTES):
             piece: Any = target[at : at + wire.PIECE_BYTES]
-            connection.fill(piece)
+            wire.fill(connection.socket, piece)
             found = checksum(piece, 0, len(piece), found)
     end = connection.receive(wire.RangesEnd)
     if end.reason:

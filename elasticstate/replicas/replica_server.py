@@ -397,7 +397,7 @@ class ReplicaConnection:
             try:
                 received = memoryview(bytearray(wire.PIECE_BYTES))  # stays in a cache
                 while part := received[: incoming.missing_bytes]:
-                    self.peer.fill(part)
+                    wire.fill(self.peer.socket, part)
                     self.on_received(len(part))
                     incoming.write(part)
             except CopyError as error:

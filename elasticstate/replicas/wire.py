@@ -210,13 +210,13 @@ class Wire:
 
     def _receive(self, decoder: msgspec.msgpack.Decoder[R], most_bytes: int, wait: bool) -> R | None:
         prefix = bytearray(_LENGTH.size)
-        if not self.fill(memoryview(prefix), wait):
+        if not fill(self.socket, memoryview(prefix), wait):
             return None
         (size,) = _LENGTH.unpack(prefix)
         if size > most_bytes:
             raise ConnectionError(f"received a frame of {size} bytes")
         frame = bytearray(size + _TAG_BYTES)
-        self.fill(memoryview(frame))
+        fill(self.socket, memoryview(frame))
         body = bytes(memoryview(frame)[:size])
         if not hmac.compare_digest(self._received.tag(body), bytes(frame[size:])):
             raise ConnectionError("received a frame that was changed on its way")
@@ -224,10 +224,6 @@ class Wire:
             return decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"received a malformed frame ({error})") from error
-
-    def fill(self, target: memoryview, wait: bool = False) -> bool:
-        """Receive bytes until ``target`` is full. With ``wait`` the first may take long, and False means no bytes."""
-        return _fill(self.socket, target, wait)
 
     def send_bytes(self, memory: Any, begin: int, end: int) -> None:
         """Send bytes of a memory.
@@ -288,11 +284,12 @@ def dial(address: str, key: bytes, timeout_s: float, on_socket: Callable[[socket
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
     data = bytearray(size)
-    _fill(connection, memoryview(data), before=" before both ends had authenticated")
+    fill(connection, memoryview(data), before=" before both ends had authenticated")
     return bytes(data)
 
 
-def _fill(connection: socket.socket, target: memoryview, wait: bool = False, before: str = "") -> bool:
+def fill(connection: socket.socket, target: memoryview, wait: bool = False, before: str = "") -> bool:
+    """Receive bytes until ``target`` is full. With ``wait`` the first may take long, and False means no bytes."""
     at = 0
     while at < len(target):
         try:
