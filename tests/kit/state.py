@@ -18,11 +18,11 @@ import torch.distributed as dist
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import DigestAnswer, ShardSource
 from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt, StateError
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.reshard import CopyReader
 from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 from elasticstate.state.values import Values
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.pages import page_at

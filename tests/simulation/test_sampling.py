@@ -12,7 +12,8 @@ from itertools import repeat
 
 from hypothesis import strategies as st
 
-from elasticstate.state import ElasticDataLoader, TorchState
+from elasticstate.state.loader import ElasticDataLoader
+from elasticstate.state.torch import TorchState
 from tests.kit.simulation.schedules import explore_all
 
 MUST_BE_REACHED = ("death", "interrupt", "join", "rollback", "tail", "stand-in", "micro-batch", "epoch", "dropped")

@@ -17,9 +17,10 @@ import torch
 from elasticstate.commits import NO_SHARDING
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError
-from elasticstate.state import TorchState, async_commit
+from elasticstate.state import async_commit
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import PrivateStorage, Snapshot
+from elasticstate.state.torch import TorchState
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.state import CommitStorage, Job, contents, found, note_of, parts, read_commit
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from elasticstate.core.ids import CommitId
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

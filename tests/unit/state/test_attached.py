@@ -20,11 +20,11 @@ from elasticstate.commits import Shard as Place, Sharding
 from elasticstate.compat import dtensors
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError, UsageError
-from elasticstate.state import TorchState
 from elasticstate.state.attached import RestoreTargets
 from elasticstate.state.base import committer_of
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.sharded import SnapshotCopies, source
 from tests.kit.state import FileStorage, Member, OneClock, World, read_commit

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from elasticstate.commits import decode
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateDivergedError
-from elasticstate.state import TorchState
 from elasticstate.state.attached import RestoreTargets
 from elasticstate.state.base import committer_of
+from elasticstate.state.torch import TorchState
 from tests.kit.sharded import FileCopies, GroupMember, WorldServer, keepers, source
 from tests.kit.state import FileStorage
 

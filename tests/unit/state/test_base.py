@@ -19,8 +19,8 @@ from elasticstate import present_world
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.options import WorkerEnvironment
-from elasticstate.state import ObjectState, State, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, State, committer_of
+from elasticstate.state.torch import TorchState
 
 
 class Counter(State):

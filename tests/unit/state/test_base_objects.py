@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from elasticstate.state import ObjectState
+from elasticstate.state.base import ObjectState
 
 
 def test_changes_in_place_are_undone() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from elasticstate.core.types import DigestAnswer, DigestQuestion
-from elasticstate.state import ObjectState, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, committer_of
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 from tests.integration.scripts.slow_device import SlowDevice
 from tests.kit.state import Member, World
 

@@ -11,8 +11,8 @@ import torch
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateError
-from elasticstate.state import ObjectState, State, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, State, committer_of
+from elasticstate.state.torch import TorchState
 
 
 class History(State):

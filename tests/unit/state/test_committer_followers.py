@@ -12,9 +12,9 @@ import torch
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, StateDivergedError, StateLostError, UsageError
-from elasticstate.state import ObjectState, State, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, State, committer_of
 from elasticstate.state.peer import PeerStorage
+from elasticstate.state.torch import TorchState
 
 KEEPER, FOLLOWER = 0, 1
 

@@ -9,14 +9,10 @@ import pytest
 import torch
 
 from elasticstate.core.ids import CommitId
-from elasticstate.state import (
-    ObjectState,
-    TorchState,
-    rng,
-    session as channel_module,
-)
-from elasticstate.state.base import committer_of
+from elasticstate.state import rng, session as channel_module
+from elasticstate.state.base import ObjectState, committer_of
 from elasticstate.state.divergence import find_refused
+from elasticstate.state.torch import TorchState
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:

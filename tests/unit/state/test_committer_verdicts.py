@@ -10,8 +10,8 @@ import torch
 from elasticstate.core.ids import CommitId
 from elasticstate.core.types import LACKED, OUT_OF_INPUTS
 from elasticstate.errors import CollectiveError
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
+from elasticstate.state.torch import TorchState
 from tests.kit.state import Job
 
 

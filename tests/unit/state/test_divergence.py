@@ -10,9 +10,9 @@ import torch
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateDivergedError, StateError
-from elasticstate.state import ObjectState, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, committer_of
 from elasticstate.state.divergence import MAX_NAMES
+from elasticstate.state.torch import TorchState
 
 Check = Callable[[list[Any]], list[BaseException | None]]
 

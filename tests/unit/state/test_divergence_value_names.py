@@ -11,8 +11,8 @@ import torch
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, StateMisfitError
-from elasticstate.state import ObjectState, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, committer_of
+from elasticstate.state.torch import TorchState
 
 REMEDY = "Construct the state with the same names and kinds of values on every rank."
 

@@ -15,10 +15,10 @@ from safetensors import safe_open
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.layout import ALIGNMENT_BYTES, OBJECTS, RANDOM, parse_header
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 from tests.kit.state import read_commit
 
 ALL_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)

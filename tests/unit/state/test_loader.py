@@ -10,8 +10,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from elasticstate.compat.modules import end_persistent_workers
 from elasticstate.errors import UsageError
-from elasticstate.state import ElasticDataLoader, TorchState, loader as loader_module
+from elasticstate.state import loader as loader_module
+from elasticstate.state.loader import ElasticDataLoader
 from elasticstate.state.sampler import Order
+from elasticstate.state.torch import TorchState
 
 Trained = list[tuple[list[int], float, bool]]
 

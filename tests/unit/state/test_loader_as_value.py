@@ -17,9 +17,10 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from elasticstate.errors import UsageError
 from elasticstate.present_world import NotInWorldError, rank
-from elasticstate.state import ElasticDataLoader, ElasticSampler, ObjectState, State, TorchState
-from elasticstate.state.base import committer_of
-from elasticstate.state.loader import has_iterators
+from elasticstate.state.base import ObjectState, State, committer_of
+from elasticstate.state.loader import ElasticDataLoader, has_iterators
+from elasticstate.state.sampler import ElasticSampler
+from elasticstate.state.torch import TorchState
 from elasticstate.state.values import Captured
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.module_state import running_statistics
+from elasticstate.state.torch import TorchState
 from tests.kit.state import read_commit
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from elasticstate.state import ObjectState, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, committer_of
 from elasticstate.state.tick_record import QuickCapture
+from elasticstate.state.torch import TorchState
 
 
 class Custom(torch.nn.Sequential):

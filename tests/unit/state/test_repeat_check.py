@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
 
 from elasticstate.log import logger
-from elasticstate.state import ElasticDataLoader, State, TorchState, repeat_check
-from elasticstate.state.base import committer_of
+from elasticstate.state import repeat_check
+from elasticstate.state.base import State, committer_of
+from elasticstate.state.loader import ElasticDataLoader
 from elasticstate.state.repeat_check import RepeatCheck
+from elasticstate.state.torch import TorchState
 from elasticstate.worker.loop import release_exception
 from tests.kit.state import Member, World
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 from elasticstate.errors import UsageError
-from elasticstate.state import ElasticSampler, TorchState
+from elasticstate.state.sampler import ElasticSampler
+from elasticstate.state.torch import TorchState
 
 
 def sampler_at(n: int, rank: int, size: int, **options: object) -> ElasticSampler:

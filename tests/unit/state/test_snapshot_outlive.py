@@ -12,10 +12,10 @@ import torch
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CommitStorageError, StateError, StateMisfitError
-from elasticstate.state import ObjectState, TorchState
-from elasticstate.state.base import committer_of
+from elasticstate.state.base import ObjectState, committer_of
 from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 from tests.kit.state import read_commit
 
 CommitStorage = Callable[..., Any]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.layout import c_strides, unusual_strides
+from elasticstate.state.torch import TorchState
 from tests.kit.sharded import SnapshotCopies, source
 from tests.kit.state import Member, World
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from elasticstate.errors import StateError
-from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
+from elasticstate.state.torch import TorchState
 from tests.kit.state import OneClock, read_commit
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]

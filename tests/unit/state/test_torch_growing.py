@@ -11,9 +11,9 @@ from torch.optim import lr_scheduler
 
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import StateError, StateMisfitError
-from elasticstate.state import TorchState
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
 
 
 def net_of(seed: int = 0) -> torch.nn.Sequential:
