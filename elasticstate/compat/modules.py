@@ -57,15 +57,13 @@ def compiles_another(kind: type[torch.nn.Module]) -> bool:
 
     FSDP2 makes a subclass of it.
     """
-    wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
-    return any((base.__module__, base.__name__) == wrapper for base in kind.__mro__)
+    return issubclass(kind, _class("torch._dynamo.eval_frame", "OptimizedModule"))
 
 
 def has_flat_shards(module: torch.nn.Module) -> bool:
     """Return True if a part of the module is torch's FullyShardedDataParallel."""
-    wrapper = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
-    kinds = {type(part) for part in module.modules()} if wrapper[0] in sys.modules else set()
-    return any((base.__module__, base.__name__) == wrapper for kind in kinds for base in kind.__mro__)
+    kind = _class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    return kind != () and any(isinstance(part, kind) for part in module.modules())
 
 
 def has_buffer(module: torch.nn.Module, name: str) -> bool:
@@ -126,7 +124,7 @@ def is_loader(value: object) -> bool:
 
 def is_stateful_loader(value: object) -> bool:
     """Return True for a StatefulDataLoader."""
-    return _is(value, "torchdata.stateful_dataloader", "StatefulDataLoader")
+    return isinstance(value, _class("torchdata.stateful_dataloader", "StatefulDataLoader"))
 
 
 def state_of(value: Any) -> Any:
@@ -164,9 +162,9 @@ def _refuse() -> NoReturn:
 
 
 def _is_loader_of_nodes(value: object) -> bool:
-    return _is(value, "torchdata.nodes", "Loader")
+    return isinstance(value, _class("torchdata.nodes", "Loader"))
 
 
-def _is(value: object, module: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(module), name, None)  # without the module there are no objects of its classes
-    return kind is not None and isinstance(value, kind)
+def _class(module: str, name: str) -> Any:
+    """Return a class; () if its module is not imported: then there are no objects of the class."""
+    return getattr(sys.modules.get(module), name, ())

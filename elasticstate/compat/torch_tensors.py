@@ -311,6 +311,15 @@ def _note(value: Any) -> None:
         _handles.setdefault(address, []).append(None)
 
 
+def _note_for_ever(value: Any) -> None:
+    """Note a DLPack capsule, which the use count of its storage does not include. It keeps the storage alive."""
+    _note(value)
+    if (address := _address_of(value)) is not None:
+        storage = StorageWeakRef(_storage_of(value))  # type: ignore[no-untyped-call]
+        with _lasting_lock:
+            _lasting.setdefault(address, set()).add(storage)
+
+
 def _prune() -> None:
     """Forget collectives that are complete, as their works keep tensors alive, and storages that are free."""
     if _lasting:
@@ -338,14 +347,14 @@ def install() -> None:
     _is_installed = True
     _replace_data()
     for name in ("numpy", "untyped_storage", "set_", "apply_", "map_", "map2_"):
-        _replace(torch.Tensor, name, _noting)
+        _replace(torch.Tensor, name, _noting(_note))
     for name in dir(torch):
         if name.startswith("_fused_") and name.endswith("_"):
-            _replace(torch, name, _noting_unseen_write)
-    _replace(torch.Tensor, "__dlpack__", _noting_for_ever)
+            _replace(torch, name, _noting(lambda _: note_unseen_write()))
+    _replace(torch.Tensor, "__dlpack__", _noting(_note_for_ever))
     for module in (torch.utils.dlpack, torch, torch._C):
         for name in ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned"):
-            _replace(module, name, _noting_for_ever)
+            _replace(module, name, _noting(_note_for_ever))
     for owner in (dist.ProcessGroup, getattr(torch._C._distributed_c10d, "Backend", None)):
         for name in _COLLECTIVES:
             _replace(owner, name, _noting_work)
@@ -373,39 +382,19 @@ def _replace_data() -> None:
     torch.Tensor.data = property(get, put, original.__delete__)  # type: ignore[assignment]
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            _note(value)
-        return original(*args, **kwargs)
+def _noting(note: Callable[[Any], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper of functions that calls ``note`` for each argument first."""
 
-    return noting
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                note(value)
+            return original(*args, **kwargs)
 
+        return noting
 
-def _noting_for_ever(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note a DLPack capsule, which the use count of its storage does not include. It keeps the storage alive."""
-
-    @functools.wraps(original)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if (address := _address_of(value)) is not None:
-                _handles.setdefault(address, []).append(None)
-                storage = StorageWeakRef(_storage_of(value))  # type: ignore[no-untyped-call]
-                with _lasting_lock:
-                    _lasting.setdefault(address, set()).add(storage)
-        return original(*args, **kwargs)
-
-    return noting
-
-
-def _noting_unseen_write(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        note_unseen_write()
-        return original(*args, **kwargs)
-
-    return noting
+    return wrapper
 
 
 def _noting_work(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,8 @@
 """Async commit: a commit that is copied from devices while training continues.
 
-A tensor must not change before it is copied. For few tensors it is known when they change: only the optimizer's
-``step`` writes parameters and the state of an optimizer. These tensors are *optimizer-owned*: they are copied during
-the forward and backward passes, and a step begins when the copy is complete. All other tensors (buffers, which a
-forward pass writes; tensors that a user keeps) are copied first, and the next training work on the device begins when
-that copy is complete. The device waits, not Python.
-
-If other code writes an optimizer-owned tensor, the tensor's version shows the write. torch counts versions.
+Tensors that only an optimizer's ``step`` writes are *optimizer-owned*: they are copied during the forward and backward
+passes, and a step begins when the copy is complete. All others are copied first, and the next training work on the
+device begins when that copy is complete. The device waits, not Python. See docs/decisions/gpu-commits.md.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -37,20 +33,16 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 CopyStreamOf: TypeAlias = Callable[[torch.device], "CopyStream | None"]
 
 
+@functools.cache
 def copy_stream_of(device: torch.device) -> CopyStream | None:
     """Return the copy stream of a device; None if torch or native code copies its tensors synchronously."""
-    return _copy_stream(device) if device.type == "cuda" and torch_tensors.has_versions() else None
+    return CopyStream(device) if device.type == "cuda" and torch_tensors.has_versions() else None
 
 
 def has_copy_stream(copy_stream_of: CopyStreamOf) -> Callable[[torch.Tensor], bool]:
     """Return a predicate for tensors on devices with a copy stream. It is fast enough for 100,000 tensors."""
     of_cpu = copy_stream_of(torch.device("cpu")) is not None
     return lambda tensor: of_cpu if tensor.is_cpu else copy_stream_of(tensor.device) is not None
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> CopyStream:
-    return CopyStream(device)
 
 
 class CopyStream:
@@ -407,13 +399,12 @@ def _chunks(items: list[Item]) -> Iterator[tuple[CopyStream, list[Item]]]:
 
 _under_way: weakref.WeakSet[Copy] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_hooks: list[Any] = []
 
 
+@functools.cache
 def watch_steps() -> None:
     """Watch the steps of all optimizers from now on, because an optimizer outside the state may write parameters."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_a_step))
+    register_optimizer_step_pre_hook(_before_a_step)
 
 
 def is_captured(optimizer: Optimizer) -> bool:

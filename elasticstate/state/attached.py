@@ -116,8 +116,7 @@ class AttachedOptimizer:
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        self._name = name
-        self.optimizer = optimizer
+        self._name, self.optimizer = name, optimizer
 
     def capture(self, values: dict[str, Any], names: Mapping[int, str]) -> Any:
         """Put the tensors into ``values``, and return the rest. ``names``: by id, those of all parameters.
@@ -129,7 +128,7 @@ class AttachedOptimizer:
         for key, entry in self.optimizer.state.items():
             parameter = self._name_of(key, names)
             found: dict[str, Any] = {}
-            state[parameter] = flatten(entry, self._state_at(parameter), found)
+            state[parameter] = flatten(entry, f"{self._name}.state.{parameter}", found)
             for name, value in found.items():
                 if dtensors.is_dtensor(value) or _is_like(key, value):
                     placed[name] = _splits(key, value)
@@ -140,7 +139,7 @@ class AttachedOptimizer:
             {**group, "params": [self._name_of(p, names) for p in group["params"]]}
             for group in self.optimizer.param_groups
         ]
-        return {"state": state, "placed": placed, "param_groups": flatten(groups, self._groups_at, values)}
+        return {"state": state, "placed": placed, "param_groups": flatten(groups, f"{self._name}.param_groups", values)}
 
     def prepare(self, tree: Any, targets: RestoreTargets, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the groups and the state of the commit, and add all tensors to ``targets``."""
@@ -148,26 +147,18 @@ class AttachedOptimizer:
         check_settings(self._name, optimizer, tree["param_groups"])
         saved = [list(group["params"]) for group in tree["param_groups"]]
         arrange_groups(self._name, optimizer, saved, parameters, tree["param_groups"])
-        groups = rebuild_with(
-            targets.tensor, tree["param_groups"], optimizer.param_groups, None, self._groups_at, set()
-        )
+        at = f"{self._name}.param_groups"
+        groups = rebuild_with(targets.tensor, tree["param_groups"], optimizer.param_groups, None, at, set())
         for group, rebuilt in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in rebuilt.items() if key != "params"})
         state = {}
         for name, entry in tree["state"].items():
             parameter = parameters[name]
             load = functools.partial(_load, targets, parameter, tree["placed"])
-            at = self._state_at(name)
+            at = f"{self._name}.state.{name}"
             state[parameter] = rebuild_with(load, entry, optimizer.state.get(parameter), parameter.device, at, set())
         optimizer.state.clear()
         optimizer.state.update(state)
-
-    def _state_at(self, parameter: str) -> str:
-        return f"{self._name}.state.{parameter}"
-
-    @property
-    def _groups_at(self) -> str:
-        return f"{self._name}.param_groups"
 
     def _name_of(self, parameter: torch.Tensor, names: Mapping[int, str]) -> str:
         name = names.get(id(parameter))
@@ -405,13 +396,10 @@ class AttachedModule:
             "none": walk.none,
             "transient": walk.transient,
             "extra": {
-                path: flatten(part.get_extra_state(), self._extra_at(path), values)
+                path: flatten(part.get_extra_state(), f"{self._name}.extra_state.{path}", values)
                 for part, path in walk.with_extra_state.items()
             },
         }
-
-    def _extra_at(self, path: str) -> str:
-        return f"{self._name}.extra_state.{path}"
 
     def prepare(self, tree: Any, targets: RestoreTargets) -> None:
         """Add the tensors to ``targets``. Buffers that the commit has in another shape are replaced."""
@@ -428,5 +416,5 @@ class AttachedModule:
         load_buffers(self._module, walk, tree, tree["buffers"], targets.tensor)
         parts = {path: part for part, path in walk.with_extra_state.items()}
         for path, extra in tree["extra"].items():
-            value = rebuild_with(targets.tensor, extra, None, None, self._extra_at(path), set())
+            value = rebuild_with(targets.tensor, extra, None, None, f"{self._name}.extra_state.{path}", set())
             targets.calls.append(functools.partial(parts[path].set_extra_state, value))

@@ -53,9 +53,8 @@ _LEAVES = (torch.Tensor, np.ndarray, bytes, bytearray, DataLoader, Dataset, Samp
 def search(root: object, stops: tuple[type, ...] = ()) -> tuple[list[object], bool]:
     """Return all objects that ``root`` refers to, itself included, and False if there are too many.
 
-    The search goes through containers, attributes and variables of functions.
-
-    ``stops``: classes of objects whose references are not followed.
+    The search goes through containers, attributes and variables of functions. ``stops``: classes of objects whose
+    references are not followed.
     """
     found: list[object] = []
     seen = {id(root)}
@@ -207,10 +206,7 @@ class State(Joinable):
         """
 
     def _load_targets(self) -> Captured | None:
-        """Return the captured values that a restore may overwrite before it calls ``apply``. See Snapshot.load_into.
-
-        None by default, because an ``apply`` of a user copies all values itself.
-        """
+        """Return the captured values that a restore may overwrite before it calls ``apply``; None: it copies all."""
         return None
 
     def _optimizer_owned(self) -> Set[int]:
@@ -234,11 +230,8 @@ class State(Joinable):
         return None
 
     def _require_picklable(self) -> None:
-        """Raise StateError if a plain value can never be committed, before this worker enters a world.
-
-        In the first world only the root commits, so its error would be a failed world for the others, which would try
-        again.
-        """
+        """Raise StateError if a plain value can never be committed, before this worker enters a world: in the first
+        one only the root commits, and the others would try again."""
         try:
             dumps(self._pickled())
         except StateError as error:
@@ -246,7 +239,7 @@ class State(Joinable):
                 raise
 
     def _drop_gradients(self) -> None:
-        """Set gradients to None. See Committer.drop_gradients."""
+        """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
 
     def _parts(self) -> dict[str, Any]:
         """Return the values by name. A subclass may take a value apart."""
@@ -313,11 +306,11 @@ class State(Joinable):
         return dict.fromkeys(self._names, False)
 
     def _continue_iterators(self, loaded: Mapping[str, Any], has_trained: bool) -> None:
-        """Load the position of each object that the training iterates over into that object.
+        """Load the position of each object that the training iterates over into that object: only an iterator that
+        follows ``load_state_dict()`` begins there.
 
-        Otherwise an object such as a StatefulDataLoader would begin at its first sample again in a survivor, and at its
-        position in a new worker, because only an iterator that follows ``load_state_dict()`` begins there. Also end
-        worker processes that were forked in the last world, or before the first one, for another rank and size.
+        Also end worker processes that were forked in the last world, or before the first one, for another rank and
+        size.
 
         Args:
             loaded: copies of the states that were loaded since the last call of ``train``. They count more than

@@ -58,14 +58,7 @@ from elasticstate.state.values import Captured, Values
 if TYPE_CHECKING:
     from elasticstate.state.base import State
 
-_OF_THE_MACHINE = (
-    OSError,
-    MemoryError,
-    torch.OutOfMemoryError,
-    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),  # since torch 2.8
-)
-
-
+_OF_THE_MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _NO_VERDICT = "the driver is away, or has not compared the newest commit of all ranks, which may differ"
 
 
@@ -73,7 +66,6 @@ class Committer:
     """Commits of one state, and their exchange between the workers of a world.
 
     Each commit contains what ``capture`` returns, the random state of this rank, and its shards of the attached values.
-    Commit ids ascend, and one id never has two contents.
     """
 
     def __init__(self, state: State) -> None:
@@ -153,12 +145,8 @@ class Committer:
     def begin(self) -> None:
         """Begin a commit of the present tick. Tensors on a device are copied in the background after the return.
 
-        A follower makes none (``Session.follows``).
-
-        With attached values it is complete on return: no rank may overwrite the commit before, until all ranks have
-        sealed this one, because each holds other shards.
-
-        Raises what ``State.commit`` raises.
+        A follower makes none. With attached values it is complete on return: no rank may overwrite the commit before,
+        until all ranks have sealed this one, because each holds other shards. Raises what ``State.commit`` raises.
         """
         self.session.check_collectives()
         self.settle()
@@ -222,9 +210,8 @@ class Committer:
         return verdict is not None
 
     def make_up_commit(self) -> None:
-        """Commit the last tick of the training function if that was not done for want of a verdict.
-
-        The driver compares it before the exit gate opens. This waits for a driver, as the gate does.
+        """Commit the last tick of the training function if that was not done for want of a verdict: the driver compares
+        it before the exit gate opens. Wait for a driver, as the gate does.
 
         Raises CollectiveError if the generation ends before, and what ``State.commit`` raises.
         """
@@ -292,10 +279,7 @@ class Committer:
             self._record_commits()
 
     def changed_since_commit(self) -> str:
-        """Return which value is not that of the newest commit, bit by bit; "" if the live state is the commit.
-
-        Version counters do not decide it, because torch does not count all writes.
-        """
+        """Return which value is not that of the newest commit, bit by bit; "" if the live state is the commit."""
         commit = self.snapshot.newest
         assert commit is not None, "this worker holds the commit"
         try:
@@ -405,11 +389,8 @@ class Committer:
             self._apply(values, self.snapshot.read_private(commit))
 
     def _compare_restored(self, commit: CommitId) -> None:
-        """Wait until all ranks of the training function restore. Raises CollectiveError unless it is the same commit.
-
-        A rank that restores alone would train on from older values than the others, without any notice. So it waits,
-        and the warning about a job without ticks names its line.
-        """
+        """Wait until all ranks of the training function restore: a rank that restores alone would train on from older
+        values than the others, without any notice. Raises CollectiveError unless it is the same commit."""
         group = self.session.restore_group()
         if group is not None:
             everyone = Channel(group, 0).numbers_of_all([commit.generation, commit.tick])
@@ -427,8 +408,7 @@ class Committer:
     def resume(self) -> bool:
         """Restore the newest intact commit. Return False if there is none.
 
-        Raises StateMisfitError if it does not fit the live objects. An older one would be a loss of steps that nobody
-        has asked for.
+        Raises StateMisfitError if it does not fit the live objects, and tries no older one.
         """
         while self.snapshot.newest is not None:
             with self._fitting():
@@ -486,8 +466,7 @@ class Committer:
     def read_ahead(self, near: Container[int], rank: int, root_slot: int, generation: int) -> None:
         """Begin to copy the root's newest commit, if this rank reads the root's state in the world to come.
 
-        Args:
-            near: ranks that read it from the memory of their host.
+        ``near``: ranks that read it from the memory of their host.
         """
         self.settle()
         if self._peers is not None and rank in near:
@@ -512,10 +491,6 @@ class Committer:
             with self._fitting(commit):
                 self._apply(values, self.snapshot.read_private(commit))
         return values is not None
-
-    def drop_gradients(self) -> None:
-        """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
-        self._live._drop_gradients()
 
     def _targets(self, objects: Callable[[], Mapping[str, Any] | None]) -> Captured:
         """Return the live values that a load may overwrite. Discard tick records: torch does not count its writes.
@@ -594,16 +569,13 @@ class Committer:
             self._read(start)
         self.is_prefetched = False
         self.has_followed = view.follows is not None
-        self.drop_gradients()
+        self._live._drop_gradients()
         self._synced_generation = session.generation
         self.begins_world = view.options.verify_sync
         return view.options.verify_sync
 
     def _seal_start(self, start: CommitId) -> None:
-        """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others.
-
-        A commit with shards is none to send: some member died before all had attached their values.
-        """
+        """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others."""
         view = self.session.view
         is_first = self.snapshot.newest is None and view.rank == view.root
         if is_first and self.has_followed:
@@ -611,6 +583,7 @@ class Committer:
                 "no worker holds a commit any more, and this worker kept none because of --one-copy-per-host, so its "
                 "state is that of no tick. The job continues when this worker has been restarted."
             )
+        # A commit with shards is none to send: some member died before all had attached their values.
         if is_first or self.must_seal or (view.lacking and self.snapshot.has_attached):
             self.seal(start)
             self.must_seal = False
@@ -626,10 +599,7 @@ class Committer:
         self.session.record_sync(payload.numel(), time.monotonic() - started)
 
     def _receive(self, channel: Channel, commit: CommitId, keeps_random_state: bool = False) -> None:
-        """Receive the root's state, seal it as ``commit``, and make it the live state.
-
-        The live state changes after all data has arrived. Copying the received part while the rest is in transit was
-        tried: it is slower where cores are few.
+        """Receive the root's state, seal it as ``commit``, and make it the live state after all data has arrived.
 
         ``keeps_random_state``: keep this rank's own random state instead of deriving one from the root's seed.
         """
@@ -637,8 +607,7 @@ class Committer:
         started = time.monotonic()
         seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
         private = rng.capture() if keeps_random_state else rng.derived(seed, session.worker_key, commit.generation)
-        # A follower that cannot read its keeper's commit receives it into memory of its process, for as long as it
-        # takes.
+        # A follower that cannot read its keeper's commit receives it into memory of its process for a while.
         snapshot = self.snapshot if session.view.follows is None else Snapshot()
         try:
             payload = snapshot.incoming(header, private)
@@ -691,8 +660,7 @@ class Committer:
         """Make the plain values of the commit line, or of a stored copy, the live state. Return False if the world
         starts from neither.
 
-        This worker's own commit is used if it is the line. Otherwise the values are another worker's, and the random
-        state is derived, as in a sync. Then this worker holds no commit of the line.
+        Unless this worker's own commit is the line, the random state is derived, as in a sync.
         """
         session, line = self.session, self.session.view.line
         if not self.starts_from_shards:
@@ -750,7 +718,12 @@ class Committer:
         self.settle()
         dtensors.clear_mesh_caches()
         attached = AttachedValues(values)
-        self._compare_attached(attached)
+        rows = self._numbers_of_all([number_of(attached.names)])
+        if any(row != rows[0] for row in rows):
+            raise StateError(
+                f"The ranks attach different values; this rank attaches {', '.join(attached.names)}. Attach the same "
+                "names, in the same order, on every rank."
+            )
         if self.starts_from_shards:
             with self._copies() as copies, self._growing(attached) as grow:
                 pieces = attached.restore(copies, grow)
@@ -804,15 +777,6 @@ class Committer:
         sources, line = list(session.view.sources), session.view.line
         own = self.snapshot.find(line) if line is not None and line in self.commits else None
         return copies_with_own(session.copy_reader(), sources, own, session.worker_key)
-
-    def _compare_attached(self, attached: AttachedValues) -> None:
-        """Raise StateError if the ranks attach different names."""
-        rows = self._numbers_of_all([number_of(attached.names)])
-        if any(row != rows[0] for row in rows):
-            raise StateError(
-                f"The ranks attach different values; this rank attaches {', '.join(attached.names)}. Attach the same "
-                "names, in the same order, on every rank."
-            )
 
     def _seal_attached(self, start: CommitId) -> None:
         """Seal the first commit with shards. A world without a line may have sealed the plain values under this id."""
@@ -887,17 +851,12 @@ class Committer:
         self.settle()
         if session.generation > 0 and view.size > 1:
             exclusions.leave_out(self.attached.names if self.attached is not None else ())
+            compared: Snapshot | LiveValues = self.snapshot
+            difference = None
             if view.keepers or begins:  # followers hold no commits; after a sync, the live values count
-                live = LiveValues(self._live.capture(), session.ticks)
-                divergence.check(
-                    live,
-                    channel_of_all(self.session),
-                    view.rank,
-                    exclusions,
-                    live.difference(bool(view.keepers)),
-                )
-            else:
-                divergence.check(self.snapshot, channel_of_all(self.session), view.rank, exclusions)
+                compared = LiveValues(self._live.capture(), session.ticks)
+                difference = compared.difference(bool(view.keepers))
+            divergence.check(compared, channel_of_all(session), view.rank, exclusions, difference)
             return
         try:
             self.snapshot.verify()
@@ -917,14 +876,11 @@ class Committer:
         return bool(view.keepers) and view.size > 1 and self._compared_generation != view.generation
 
     def compare(self, exclusions: divergence.Exclusions) -> None:
-        """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``.
-
-        All keepers hold the state of this world then, so a follower discards older commits of its own.
-        """
+        """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``."""
         self.check(exclusions)
         self._compared_generation = self.session.generation
         if self.session.view.follows is not None and self.snapshot.newest is not None:
-            self.snapshot.forget()
+            self.snapshot.forget()  # all keepers hold the state of this world now
             self._record_commits()
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches
@@ -973,9 +929,8 @@ class Committer:
 class StateJoinHook(JoinHook):
     """Hooks for a rank that has no inputs left while others train.
 
-    The rank ends its ticks together with the others, so ticks stay equal on all ranks. It trains nothing, so it saves
-    nothing: in another world it receives the state from one of the others. When no rank has inputs left, all ranks
-    receive the state of the last one.
+    It ends its ticks together with the others, and saves nothing: in another world it receives the state from one of
+    the others. When no rank has inputs left, all ranks receive the state of the last one.
     """
 
     def __init__(self, committer: Committer) -> None:

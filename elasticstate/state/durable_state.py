@@ -29,7 +29,7 @@ from elasticstate.private import PlantedFileError
 from elasticstate.state.committer import Committer
 from elasticstate.state.reshard import StoredParts, frame_of
 from elasticstate.state.session import Session, channel_of_all
-from elasticstate.state.snapshot import LENGTH_BYTES, Incoming, Snapshot
+from elasticstate.state.snapshot import Incoming, Snapshot, private_in, transfer_header
 from elasticstate.state.values import Captured
 
 
@@ -43,9 +43,8 @@ class _Candidate(msgspec.Struct, frozen=True):
 def resume(committer: Committer, source: DurableSource) -> None:
     """Let this world start from the newest intact copy. All ranks call it.
 
-    The content of a copy of a replicated state becomes the root's live state, as a commit that is older than all of the
-    present generation. From one of a sharded state, ``Committer.start_from_line`` and ``attach`` read. Without any copy
-    the live state stays as it is: the job begins.
+    A copy of a replicated state becomes the root's live state, as a commit that is older than all of the present
+    generation. From one of a sharded state, ``Committer.start_from_line`` and ``attach`` read.
 
     Raises:
         StateLostError: there is no intact copy, but the job has committed.
@@ -83,8 +82,8 @@ class _Resume:
     def _find(self) -> StoredParts | bool | None:
         """As the root: return the newest intact copy if it is sharded, True after reading a replicated one, or None if
         the job may begin without."""
+        copies = self._open()
         with self._errors_of_storage(of_copy=False):
-            copies = self._open()
             names = copies.names()
         damaged, refused = 0, ""
         for name in names:
@@ -120,7 +119,8 @@ class _Resume:
         return None
 
     def _open(self) -> StoredCopies:
-        return StoredCopies(self._source.place, self._source.timeout_s, self._check)
+        with self._errors_of_storage(of_copy=False):
+            return StoredCopies(self._source.place, self._source.timeout_s, self._check)
 
     @contextmanager
     def _errors_of_storage(self, of_copy: bool = True) -> Iterator[None]:
@@ -163,9 +163,7 @@ class _Resume:
         assert self._channel is not None, "there are several ranks"
         copies: StoredCopies | None = None
         while (candidate := msgspec.msgpack.decode(self._channel.receive(), type=_Candidate)).manifest is not None:
-            if copies is None:
-                with self._errors_of_storage(of_copy=False):
-                    copies = self._open()
+            copies = copies or self._open()
             parts = StoredParts(copies, candidate.name, candidate.manifest)
             if not self._verified(parts):
                 self._committer.stored = parts
@@ -192,8 +190,6 @@ def _fill(snapshot: Snapshot, copies: StoredCopies, name: str, manifest: Manifes
     """Read a commit into the older buffer of a snapshot."""
     reader = PartReader(copies, name, manifest.parts[0])
     frame = frame_of(reader.head, manifest.parts[0].data_bytes)
-    random = reader.head[frame.random : frame.tensors]
-    length = int.from_bytes(random[:LENGTH_BYTES], "little")
-    header = msgspec.msgpack.encode((frame.layout, reader.length - frame.objects, frame.sharding))
-    place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length])
+    header = transfer_header(frame, reader.length)
+    place = snapshot.incoming(header, private_in(reader.head[frame.random : frame.tensors]))
     reader.read_into([(frame.tensors, place.numpy().data)])

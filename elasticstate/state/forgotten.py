@@ -1,9 +1,5 @@
 """Forgotten: a warning of the script's objects and numbers that change while it trains, and that no commit contains.
 
-A worker that is restarted begins with new ones: with a forgotten scheduler it would train at another learning rate than
-the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten average
-of the weights, target network or count begins anew.
-
 The search covers what the training function can reach by a name: its arguments, global variables and those of enclosing
 functions, and from these one step into lists, dicts, and the script's own objects, functions and modules. An object
 that the function makes itself begins anew on all ranks, so local variables do not count.
@@ -42,7 +38,7 @@ _EFFECTS = {
     AveragedModel: "averages weights",
 }
 
-_SAMPLED, LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
+_SAMPLED, _LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
 
 _LONGEST_LIST = 100  # items of a list or dict that are looked at
 
@@ -74,7 +70,7 @@ class Forgotten:
         for name, value in found.values():
             with suppress(TypeError):  # a class without weak references
                 self._found.append((name, weakref.ref(value)))
-        self._modules: list[_Sample | _Content | _Count] | None = None  # those that the state lacks
+        self._modules: list[_Sample | _Count] | None = None  # those that the state lacks
         self._watched: set[str] = set()  # variables of other objects
         self._commits, self._next_look = 0, 1
 
@@ -107,7 +103,7 @@ class Forgotten:
         found = [(variable, value) for variable, reference in self._found if (value := reference()) is not None]
         kept = {id(part) for part in _with_parts(all_of)} if found else set()
         modules = []
-        others: list[_Sample | _Content | _Count] = []
+        others: list[_Sample | _Count] = []
         for variable, value in found:
             if id(value) in kept or variable in WARNED:
                 continue
@@ -115,7 +111,7 @@ class Forgotten:
             if kind is None and not _is_a(value, torch.nn.Module):
                 if (_optimizer_of(value) is optimizer or _has_state(value)) and variable not in self._watched:
                     self._watched.add(variable)
-                    others.append(_Content(variable, value))
+                    others.append(_Sample(variable, value, _attributes))
             elif kind is None:
                 modules.append((variable, value))
             elif _is_used(value, optimizer):
@@ -124,7 +120,7 @@ class Forgotten:
                     _warn(variable, value, _EFFECTS[kind].format(optimizer=name))
         if self._modules is None:
             outside = [(v, m) for v, m in modules if not any(id(p) in tensors for p in m.parameters())]
-            self._modules = [_Sample(variable, module) for variable, module in outside]
+            self._modules = [_Sample(variable, module, _elements) for variable, module in outside]
         self._modules += others
 
     def begin_commit(self, values: Mapping[str, object], all_of: Callable[[], Iterable[object]]) -> None:
@@ -151,39 +147,41 @@ class Forgotten:
 
 
 class _Sample:
-    """Some elements of a module's parameters."""
+    """Some numbers of an object, by what identifies them in it: ``read`` returns them."""
 
-    def __init__(self, variable: str, module: torch.nn.Module) -> None:
-        self.variable, self.value = variable, weakref.ref(module)
-        self._elements = _elements(module)
-
-    def has_changed(self) -> bool:
-        module = self.value()
-        now = _elements(module) if module is not None else []
-        pairs = zip(self._elements, now, strict=False)
-        return any(a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-
-
-class _Content:
-    """The numbers that an object has as attributes, and some elements of the tensors."""
-
-    def __init__(self, variable: str, value: object) -> None:
-        self.variable, self.value = variable, weakref.ref(value)
-        self._parts = self._read()
+    def __init__(self, variable: str, value: Any, read: Callable[[Any], dict[Any, Any]]) -> None:
+        self.variable, self.value, self._read = variable, weakref.ref(value), read
+        self._known = read(value)
 
     def has_changed(self) -> bool:
-        now = self._read()
-        return now.keys() != self._parts.keys() or not all(are_equal(now[key], self._parts[key]) for key in now)
+        value = self.value()
+        now = self._read(value) if value is not None else self._known
+        return now.keys() != self._known.keys() or not all(are_equal(now[key], self._known[key]) for key in now)
 
-    def _read(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in _vars(self.value()).items():
-            part = value[0] if type(value) in (list, tuple) and value else value
-            if type(part) in (int, float) and part is value:
-                found[key] = part
-            elif type(part) is torch.Tensor and not part.is_meta:
-                found[key] = part.detach().flatten()[:LONGEST_SAMPLE].clone()
-        return found
+
+def _attributes(value: object) -> dict[Any, Any]:
+    """Return the numbers that an object has as attributes, and some elements of the tensors."""
+    found: dict[Any, Any] = {}
+    for key, attribute in _vars(value).items():
+        part = attribute[0] if type(attribute) in (list, tuple) and attribute else attribute
+        if type(part) in (int, float) and part is attribute:
+            found[key] = part
+        elif type(part) is torch.Tensor and not part.is_meta:
+            found[key] = sample_of(part)
+    return found
+
+
+def _elements(module: torch.nn.Module) -> dict[Any, Any]:
+    """Return some elements of a module's parameters."""
+    whole = [
+        p for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and p.is_floating_point()
+    ]
+    return dict(enumerate(map(sample_of, whole[:: max(1, len(whole) // _SAMPLED)][:_SAMPLED])))
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first elements."""
+    return tensor.detach().flatten()[:_LONGEST_SAMPLE].clone()
 
 
 class _Count:
@@ -209,7 +207,8 @@ def are_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.device == other.device and torch.equal(one, other)
+        both = (tensor.nan_to_num() if tensor.is_floating_point() else tensor for tensor in (one, other))
+        return one.device == other.device and torch.equal(*both)
     is_number = not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
     return is_number and bool(one == other or (one != one and other != other))
 
@@ -306,14 +305,6 @@ def _vars(value: object) -> dict[str, Any]:
         found = object.__getattribute__(value, "__dict__")
         return dict(found) if type(found) is dict else {}
     return {}
-
-
-def _elements(module: torch.nn.Module) -> list[torch.Tensor]:
-    whole = [
-        p for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and p.is_floating_point()
-    ]
-    chosen = whole[:: max(1, len(whole) // _SAMPLED)][:_SAMPLED]
-    return [p.detach().flatten()[:LONGEST_SAMPLE].clone() for p in chosen]
 
 
 def _warn(variable: str, value: object, effect: str) -> None:

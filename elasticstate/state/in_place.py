@@ -1,9 +1,7 @@
 """In-place restore of the values that a commit pickles: lists, dicts, random generators and the script's own objects.
 
-A script may have other references to such a value: a global list of losses, a closure's generator, a trainer that calls
-``self.schedule``. They would otherwise mean the object from before the restore, and the state a copy. An object may
-also refer to what the state has as values of their own, as a schedule does to its optimizer, and an average to its
-model. It keeps these, instead of the copies in its pickle.
+A script may have other references to such a value, and an object may refer to what the state has as values of their
+own, as a schedule does to its optimizer: it keeps these, instead of the copies in its pickle.
 
 The objects that the values had when the state was first captured keep their identity (``Places``): a restore writes
 into them if they were at their places in the commit. Whatever the script has put there since may have another meaning

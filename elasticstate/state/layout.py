@@ -66,22 +66,8 @@ _KNOWN: dict[torch.dtype, tuple[str, tuple[int, ...]]] = {
     torch.complex128: ("F64", (2,)),
 }
 _TORCH_OF = {name: dtype for dtype, (name, more) in _KNOWN.items() if not more}
-_OF_NUMPY = [
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
+_INTEGERS = [f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)]
+_OF_NUMPY = ["bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"]
 _NUMPY_AS = {np.dtype(name).newbyteorder("<").str: _KNOWN[getattr(torch, name)] for name in _OF_NUMPY}
 
 
@@ -195,9 +181,8 @@ class Header:
         self.layout = layout
         self._start, self._body = _encode(layout, random_bytes, sharding)
         longest = len(self._body) + len(self._last(1 << 62)) + 8
-        capacity = round_up(
-            longest + longest // 32 + 512, HEADER_GRANULE_BYTES
-        )  # after small changes, the other parts stay in place
+        # After small changes, the other parts stay in place.
+        capacity = round_up(longest + longest // 32 + 512, HEADER_GRANULE_BYTES)
         tensors = capacity + random_bytes
         self.frame = Frame(layout, capacity, tensors, tensors + layout.size_bytes, sharding)
 
@@ -283,10 +268,8 @@ def _frame(stored: dict[str, Stored], notes: Notes, begin: int, size: int) -> Fr
     tensors_bytes = last - random.data_offsets[1]
     entries = {name: _entry(name, item, notes, random.data_offsets[1]) for name, item in stored.items()}
     places = sorted((entry.offset, entry.offset + entry.size_bytes) for entry in entries.values())
-    _require(
-        [0, *(end for _, end in places)] == [*(start for start, _ in places), tensors_bytes],
-        "holes between tensors",
-    )
+    ends, starts = [0, *(end for _, end in places)], [*(start for start, _ in places), tensors_bytes]
+    _require(ends == starts, "holes between tensors")
     for name, owner in notes.tied.items():
         _require(name not in entries and owner in stored, f"{name} is tied to a tensor that does not exist")
         found = entries[owner]

@@ -9,10 +9,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -68,12 +67,6 @@ class _PlannedBatches:
         for part in self._parts():
             plan.append(part)
             yield part.indices
-
-
-class _Synchronized(Protocol):
-    """The interface of DDP and FSDP for gradient accumulation."""
-
-    def no_sync(self) -> AbstractContextManager[Any]: ...
 
 
 class ElasticDataLoader(Position):
@@ -262,8 +255,8 @@ class ElasticDataLoader(Position):
             self._go_to(self.epoch, 0)  # a loader of a validation, which the end of the last world has interrupted
         self._changes += 1
         changes, length = self._changes, self._begin()
-        if self.consumed and not self.steps_left:
-            self._report_no_batches()
+        if self.consumed and not self.steps_left and self._rank() == 0:  # a script that divides by their number fails
+            logger.warning(_AGAIN if self._is_over else _NOW, self.epoch)
         self._random.manual_seed(self._seed_of_fetching())
         if self._forked_for != (world_generation(), length):
             end_persistent_workers(self._loader)  # they have the rank of the last world, and the data set as it was
@@ -282,26 +275,17 @@ class ElasticDataLoader(Position):
                 self.consumed = trained
             commits = commits_begun()
             yield batch
-            if not self._is_kept and commits_begun() != commits:
-                self._warn()
+            if not self._is_kept and commits_begun() != commits and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "commits are made inside a loop over an ElasticDataLoader that is in no value of the state, so its "
+                    "position is lost: in another world, or after a restart, it begins the epoch again. Give it to the "
+                    "state: TorchState(..., loader=loader)."
+                )
         if self._changes == changes:
             self._is_over, self._ended_in_generation = True, world_generation()
 
-    def _report_no_batches(self) -> None:
-        """Log why a loop has no batches: a script that divides by their number fails now."""
-        if self._rank() == 0:
-            logger.warning(_AGAIN if self._is_over else _NOW, self.epoch)
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "commits are made inside a loop over an ElasticDataLoader that is in no value of the state, so its "
-                "position is lost: in another world, or after a restart, it begins the epoch again. Give it to the "
-                "state: TorchState(..., loader=loader)."
-            )
-
-    def accumulate(self, model: nn.Module | _Synchronized) -> AbstractContextManager[Any]:
+    def accumulate(self, model: object) -> AbstractContextManager[Any]:
         """Return a context for the backward pass of a batch. Only the last batch of a step exchanges gradients.
 
         ``model``: an object with ``no_sync()``, such as DDP and FSDP. For other models the context does nothing.

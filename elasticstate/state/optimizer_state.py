@@ -49,10 +49,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 class NamedGroups:
     """The names of the parameters of all optimizers' groups. Searched for again only when something has changed: that
-    would take a while for each commit of many small parameters.
-
-    ``find`` may get other values each time. It keeps the last ones alive.
-    """
+    would take a while for each commit of many small parameters. It keeps the last values alive."""
 
     def __init__(self) -> None:
         self._found: dict[str, bytes] = {}
@@ -265,13 +262,10 @@ _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
 
 
 def bytes_to_come(values: Iterable[object]) -> int | None:
-    """Return the bytes that the first steps of the optimizers among the values will add to a commit; None: not known.
-
-    An optimizer that has a state has made its first step, or has created its whole state at once.
-    """
+    """Return the bytes that the first steps of optimizers among the values will add to a commit; None: not known."""
     total = 0
     for value in values:
-        if not isinstance(value, torch.optim.Optimizer) or value.state:
+        if not isinstance(value, torch.optim.Optimizer) or value.state:  # that has made its first step
             continue
         names = (kind.__name__ for kind in type(value).__mro__ if f"{kind.__module__}.".startswith("torch.optim."))
         tensors = next((_TENSORS[name] for name in names if name in _TENSORS), None)
@@ -282,7 +276,5 @@ def bytes_to_come(values: Iterable[object]) -> int | None:
 
 
 def _bytes_of(parameter: Any) -> int:
-    if not parameter.requires_grad:
-        return 0
-    local: torch.Tensor = parameter.to_local() if dtensors.is_dtensor(parameter) else parameter
-    return local.numel() * local.element_size()
+    local: torch.Tensor = dtensors.local_of(parameter) if dtensors.is_dtensor(parameter) else parameter
+    return local.nbytes if parameter.requires_grad else 0

@@ -1,11 +1,8 @@
 """Commits of another worker of the same host, which a newcomer reads from their memory without any group.
 
-A newcomer does so twice. Before its first READY it copies the newest commit of its host: then its optimizer has its
-state, and its memory is in use. When the others have stopped for it, it copies the root's commit, and they do not have
-to send it.
-
-The owner may overwrite a buffer meanwhile. It removes the seal before it changes the first byte, so a copy is good if
-the same seal is there before and after it.
+It copies the newest commit of its host before its first READY, and the root's when the others have stopped for it: see
+docs/decisions/joins.md. The owner may overwrite a buffer meanwhile. It removes the seal before it changes the first
+byte, so a copy is good if the same seal is there before and after it.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from elasticstate._native import ControlPage
 from elasticstate.core.ids import CommitId
 from elasticstate.log import logger
 from elasticstate.state import rng
-from elasticstate.state.snapshot import Buffer, Incoming, Snapshot, find_targets
+from elasticstate.state.snapshot import Buffer, Incoming, Snapshot, find_targets, transfer_header
 from elasticstate.state.values import Captured, Values
 
 _LOOK_INTERVAL_S = 0.001
@@ -152,16 +149,15 @@ class PeerCommit:
         """
         buffer = self.buffer
         private = rng.derived(rng.initial_seed(buffer.private()), worker_key, generation)
-        snapshot.incoming(buffer.transfer_header(), private).copy_(buffer.memory[buffer.frame.tensors : buffer.length])
+        header = transfer_header(buffer.frame, buffer.length)
+        snapshot.incoming(header, private).copy_(buffer.memory[buffer.frame.tensors : buffer.length])
         return self.is_unchanged()
 
 
 class PeerReader:
     """Reads commits of other workers of this host, and keeps the memory of the last one mapped.
 
-    Copies are made into a snapshot, which the caller then seals by ``seal_incoming``. A newcomer that has copied a
-    commit before its first world loads the next one into its live state already while the group of the next world is
-    created. If that world never trains, the copied commit is restored, as after each failure.
+    Copies are made into a snapshot, which the caller then seals by ``seal_incoming``.
     """
 
     def __init__(self, peer: PeerOf) -> None:
@@ -173,11 +169,9 @@ class PeerReader:
         """Duration of the copy made ahead that the last ``load`` used; 0 if it used none."""
         self._ahead: _ReadAhead | None = None
 
-    def newest(self) -> tuple[CommitId, PeerCommit] | None:
-        """Return the newest commit of another worker of this host."""
-        return self._newest(self._open(-1))
-
-    def _newest(self, storage: PeerStorage | None) -> tuple[CommitId, PeerCommit] | None:
+    def newest(self, slot: int = -1) -> tuple[CommitId, PeerCommit] | None:
+        """Return the newest commit of the worker of a slot; -1: of one of this host that holds the newest commit."""
+        storage = self._storage_of(slot)
         commit = storage.newest() if storage is not None else None
         if storage is None or commit is None:
             return None
@@ -221,11 +215,8 @@ class PeerReader:
             self._storage = None
 
     def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
-        """Copy the newest commit of another worker. Return its id; None if there is none, or none that is whole.
-
-        It is newer than the snapshot's own. A commit with attached values is not copied: it would count as one of this
-        worker's own shards.
-        """
+        """Copy the newest commit of another worker if it is newer than the snapshot's own. Return its id; None if there
+        is none, or none that is whole. One with attached values would count as one of this worker's own shards."""
         try:
             found = self.newest()
         except OSError as error:
@@ -246,13 +237,13 @@ class PeerReader:
         ``live``: values into which it may be loaded at once; None: they must not change yet.
         """
         self.wait()
-        found = self._newest(self._storage_of(root_slot))
+        found = self.newest(root_slot)
         self._ahead = _ReadAhead(found[1], snapshot, worker_key, generation, live) if found is not None else None
 
     def wait(self) -> bool:
         """Wait until the copy that ``read_ahead`` has begun is complete. Return False if none was begun."""
         if self._ahead is not None:
-            self._ahead.wait()
+            self._ahead.thread.join()
         return self._ahead is not None
 
     def load(
@@ -278,21 +269,19 @@ class PeerReader:
 
 class _ReadAhead:
     """Copy of the root's newest commit by a thread, while the main thread creates the process group of the next world.
-
-    At the switch the root only stamps that commit anew, so the copy has the content that the newcomer needs.
-    """
+    At the switch the root only stamps that commit anew."""
 
     def __init__(
         self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None
     ) -> None:
         self._source = source
         self._is_whole = False
-        self.incoming: Incoming | None = None  # after ``wait``, if the copy is whole and was loaded
+        self.incoming: Incoming | None = None  # after the thread's end, if the copy is whole and was loaded
         self.seconds = 0.0  # duration of the copy
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._copy, args=(snapshot, worker_key, generation, live), name="elasticstate-read-ahead"
         )
-        self._thread.start()
+        self.thread.start()
 
     def _copy(self, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None) -> None:
         started = time.monotonic()
@@ -304,10 +293,6 @@ class _ReadAhead:
             logger.debug("the root's commit was not copied ahead: %s", error)
         self.seconds = time.monotonic() - started
 
-    def wait(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
-
     def has(self, commit: PeerCommit) -> bool:
-        """Return True if the copy is whole, and has the content of this commit. Call it after ``wait``."""
+        """Return True if the copy is whole, and has the content of this commit. Call it after the thread's end."""
         return self._is_whole and commit.content == self._source.content

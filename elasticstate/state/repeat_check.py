@@ -1,13 +1,9 @@
 """RepeatCheck: a warning if the training function trains again what is in the commit already.
 
-``run`` calls the function again after each change of the world. A loop that ignores the state, as ``for epoch in
-range(epochs)`` does, then begins at 0 with the trained model. So does an epoch of a plain DataLoader in which commits
-were made. Nothing else would tell.
-
 The check compares the numbers of the function's frames, when the error or interrupt left it, with those of the next
 call, as soon as that has made as many ticks as were lost. A counter that is lower then has begun again. The source
 decides if it counts the outermost loop around the tick, and if the bounds of that loop do not depend on the state. What
-cannot be decided is no reason for a warning.
+cannot be decided is no reason for a warning. See docs/decisions/checks-of-the-script.md.
 
 It also warns of global variables that have the rank, or the size, of the world before; in a new process of a running
 job, those that a script takes when ``RANK`` and ``WORLD_SIZE`` are not set.

@@ -1,10 +1,8 @@
 """Reshard: reads the parts that this worker needs out of copies that other workers have made of their parts.
 
-The parts of a new world rarely are those of the old one. Each needed region of a tensor is cut into the regions that
-the copies have, and their bytes go straight into the new local tensors. No whole tensor is made. Regions that are not
-contiguous in their target, or lie on a device, pass through a staging buffer of ``STAGING_BYTES``.
-
-The copy reader verifies bytes: where a copy is served, its checksum was compared with the seal.
+Each needed region of a tensor is cut into the regions that the copies have, and their bytes go straight into the new
+local tensors. No whole tensor is made. Regions that are not contiguous in their target, or lie on a device, pass
+through a staging buffer of ``STAGING_BYTES``.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import functools
 import itertools
 import math
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,12 +36,13 @@ from elasticstate.state.layout import (
     Entry,
     Frame,
     Layout,
+    c_strides,
     number_of,
     parse_header,
     round_up,
     torch_dtype,
 )
-from elasticstate.state.snapshot import LENGTH_BYTES, Buffer, dtype_name
+from elasticstate.state.snapshot import Buffer, dtype_name, private_in
 from elasticstate.state.values import Values
 
 STAGING_BYTES = 64 << 20
@@ -124,13 +124,6 @@ def copy_ranges(memory: Any, ranges: Sequence[tuple[int, memoryview]]) -> None:
     copy_runs(memory, [offset for offset, _ in found], [target.nbytes for _, target in found], addresses)
 
 
-def _strides(sizes: Sequence[int], item_bytes: int) -> list[int]:
-    strides = [item_bytes] * len(sizes)
-    for d in range(len(sizes) - 2, -1, -1):
-        strides[d] = strides[d + 1] * sizes[d + 1]
-    return strides
-
-
 def _outer_dimensions(item: RegionRead, sizes: tuple[int, ...]) -> int:
     """Return the number of dimensions over which a run does not extend that is contiguous in both tensors.
 
@@ -154,7 +147,7 @@ def runs(
     extent = item.at.sizes
     outer = _outer_dimensions(item, sizes)
     run = math.prod(extent[outer:]) * item_bytes
-    from_strides, to_strides = _strides(item.stored, item_bytes), _strides(sizes, item_bytes)
+    from_strides, to_strides = ([item_bytes * stride for stride in c_strides(shape)] for shape in (item.stored, sizes))
     at = item.offset + sum(map(int.__mul__, item.at.begin, from_strides))
     to = sum(map(int.__mul__, begin, to_strides))
     for index in itertools.product(*map(range, extent[:outer])):
@@ -171,10 +164,8 @@ def prefers_span(item: RegionRead) -> bool:
     if len(extent) < 2:
         return False
     outer = _outer_dimensions(item, tuple(item.target.shape))
-    needed = math.prod(extent) * item.target.element_size()
-    span = _span_bytes(item)
-    row = math.prod(item.stored[1:]) * item.target.element_size()
-    return row <= STAGING_BYTES and span < needed + (math.prod(extent[:outer]) - 1) * RUN_BYTES
+    needed, span = math.prod(extent) * item.target.element_size(), _span_bytes(item)
+    return span // extent[0] <= STAGING_BYTES and span < needed + (math.prod(extent[:outer]) - 1) * RUN_BYTES
 
 
 def _span_bytes(item: RegionRead) -> int:
@@ -207,10 +198,8 @@ def staged(
     if prefers_span(item):
         rows = staging[:size].view(dtype).view(extent[0], *item.stored[1:])
         at = item.offset + item.at.begin[0] * (size // extent[0])
-        return [(at, content[:size])], (
-            target,
-            rows[item.at.relative_to((item.at.begin[0], *[0] * (len(extent) - 1))).slices()],
-        )
+        region = slice(None), *item.at.slices()[1:]
+        return [(at, content[:size])], (target, rows[region])
     value = staging[:size].view(dtype).view(extent)
     return list(runs(item, content, extent, (0,) * len(extent))), (target, value)
 
@@ -219,7 +208,7 @@ class CopyReader(Protocol):
     """Access to the copies in the memory of all hosts. All methods raise CopyError if a copy is gone, or damaged.
 
     Where a copy is served, its checksum is compared with its seal before any of its bytes are sent, and the seal again
-    after a copy that its owner may overwrite was read. So the reader need not verify the content of a tensor.
+    after a copy that its owner may overwrite was read. So the content of a tensor need not be verified.
     """
 
     def header(self, copy: CopyOf) -> bytes:
@@ -365,26 +354,25 @@ class CommitCopies:
 
     def tie(self, name: str) -> object:
         """Return what names of one tensor have in common, in the first copy with this one; None for an empty tensor."""
-        for opened in self._each():
-            entry = opened.entries.get(name)
-            if entry is not None:  # another copy may have another tensor at the same place
-                return (
-                    (opened.copy, entry.offset, entry.dtype, entry.shape, entry.strides) if entry.size_bytes else None
-                )
-        return None
+        found = next(self._entries(name), None)
+        if found is None or not found[1].size_bytes:
+            return None
+        opened, entry = found  # another copy may have another tensor at the same place
+        return opened.copy, entry.offset, entry.dtype, entry.shape, entry.strides
 
     def find(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a whole tensor. Raises StateError if no copy has it."""
-        for opened in self._each():
-            entry = opened.entries.get(name)
-            if entry is not None:
-                dtype = torch_dtype(entry.dtype)
-                assert dtype is not None, "attached values are tensors of torch"
-                return opened.frame.sharding.shards[name].shape, dtype
+        if (found := next(self._entries(name), None)) is not None:
+            dtype = torch_dtype(found[1].dtype)
+            assert dtype is not None, "attached values are tensors of torch"
+            return found[0].frame.sharding.shards[name].shape, dtype
         self._raise_if_unreadable({name: []})
         raise StateError(
             f"The commit has no {name}. Attach the same objects as the worker that committed, under the same names."
         )
+
+    def _entries(self, name: str) -> Iterator[tuple[_Opened, Entry]]:
+        return ((opened, opened.entries[name]) for opened in self._each() if name in opened.entries)
 
     def places(self) -> set[ShardPlace]:
         """Return the places of all parts that are not empty, of replicas once. Raises CollectiveError."""
@@ -431,16 +419,13 @@ class CommitCopies:
         ranges = [(frame.tensors + at, content[to : to + sizes[to]]) for at, to in places.items() if sizes[to]]
         self._read(opened, ranges)
         random = self._reader_of(opened.copy).read(opened.copy, frame.random, frame.tensors - frame.random)
-        length = int.from_bytes(random[:LENGTH_BYTES], "little")
         place = Frame(Layout(entries, end), 0, 0, end, frame.sharding)
-        objects = self._objects(opened)
-        return Values(memory, place, objects, {}), random[LENGTH_BYTES : LENGTH_BYTES + length]
+        return Values(memory, place, self._objects(opened), {}), private_in(random)
 
     def _objects(self, opened: _Opened) -> dict[str, Any]:
         begin = opened.frame.objects
-        found: dict[str, Any] = pickle.loads(
-            self._reader_of(opened.copy).read(opened.copy, begin, opened.length - begin)
-        )
+        content = self._reader_of(opened.copy).read(opened.copy, begin, opened.length - begin)
+        found: dict[str, Any] = pickle.loads(content)
         return found
 
     # ---------------------------------------------------------------------------------------------- copies and failures
@@ -497,11 +482,10 @@ class CommitCopies:
         """Raise CollectiveError if copies could not be read: the next world has others."""
         if not self._failures:
             return
-        names = [_described(name, regions) for name, regions in itertools.islice(missing.items(), MAX_NAMES)]
         more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
         hosts = [f"{copy.host} (slot {copy.slot}: {error})" for copy, error in self._failures]
         raise CollectiveError(
-            f"parts of attached values cannot be read: {listed(names)}{more}. Their copies are on {listed(hosts)}"
+            f"parts of attached values cannot be read: {_described(missing)}{more}. Their copies are on {listed(hosts)}"
         )
 
     # ---------------------------------------------------------------------------------------------------- reading parts
@@ -509,8 +493,7 @@ class CommitCopies:
     def load(self, targets: Mapping[str, Piece], when_opened: Callable[[], object] | None = None) -> None:
         """Read the content of all local tensors.
 
-        ``when_opened``: is called when each copy that is needed has been opened, so that its checksum is correct, and
-        nothing has been read.
+        ``when_opened``: is called when each needed copy has been opened, so that its checksum is correct.
 
         Raises:
             StateError: a tensor has another shape or dtype in the commit, or is not in it. Nothing has been written.
@@ -535,8 +518,7 @@ class CommitCopies:
                 missing = left
         if missing:
             self._raise_if_unreadable(missing)
-            names = [_described(name, regions) for name, regions in itertools.islice(missing.items(), MAX_NAMES)]
-            raise StateError(f"The copies of the commit do not contain {listed(names)}.")
+            raise StateError(f"The copies of the commit do not contain {_described(missing)}.")
 
     def _open_all(self, targets: Mapping[str, Piece], missing: Mapping[str, list[Region]]) -> None:
         """Open the copies that ``load`` reads. Raises CollectiveError if one is needed that cannot be read."""
@@ -566,29 +548,21 @@ class CommitCopies:
         sizes = [round_up(staged_bytes(item), ALIGNMENT_BYTES) for item in items]
         staging = torch.empty(min(max(STAGING_BYTES, max(sizes)), sum(sizes)), dtype=torch.uint8, device="cpu")
         content = staging.numpy().data
-        ranges: list[tuple[int, memoryview]] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        used = 0
-        for item, size in zip(items, sizes, strict=True):
-            if used + size > staging.numel():
-                self._flush(opened, ranges, copies)
-                ranges, copies, used = [], [], 0
-            more, copy = staged(item, staging[used : used + size], content[used : used + size])
-            ranges += more
-            copies.append(copy)
-            used += size
-        self._flush(opened, ranges, copies)
-
-    def _flush(
-        self,
-        opened: _Opened,
-        ranges: list[tuple[int, memoryview]],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self._read(opened, ranges)
-        with torch.no_grad():
-            for target, value in copies:
-                target.copy_(value)
+        left = deque(zip(items, sizes, strict=True))
+        while left:
+            ranges: list[tuple[int, memoryview]] = []
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            used = 0
+            while left and used + left[0][1] <= staging.numel():
+                item, size = left.popleft()
+                more, copy = staged(item, staging[used : used + size], content[used : used + size])
+                ranges += more
+                copies.append(copy)
+                used += size
+            self._read(opened, ranges)
+            with torch.no_grad():
+                for target, value in copies:
+                    target.copy_(value)
 
     def _read(self, opened: _Opened, ranges: list[tuple[int, memoryview]]) -> None:
         ranges.sort(key=lambda pair: pair[0])
@@ -624,11 +598,12 @@ def _cut(
     return items, left
 
 
-def _described(name: str, regions: Sequence[Region]) -> str:
-    places = ", ".join(
-        "[" + ", ".join(f"{a}:{b}" for a, b in zip(region.begin, region.end, strict=True)) + "]" for region in regions
+def _described(missing: Mapping[str, Sequence[Region]]) -> str:
+    """Return the first names with their regions, as text."""
+    return listed(
+        name + ", ".join(f"[{', '.join(f'{a}:{b}' for a, b in zip(*region, strict=True))}]" for region in regions)
+        for name, regions in itertools.islice(missing.items(), MAX_NAMES)
     )
-    return f"{name}{places}"
 
 
 _ELEMENTS = 1 << 20  # that are summed at once
@@ -677,7 +652,6 @@ def check_reshard(
 
 
 def _read(copies: CommitCopies, place: ShardPlace) -> _Measured:
-    """Read a part of the commit."""
     _, dtype = copies.find(place.name)
     piece = Piece(torch.empty(place.sizes, dtype=dtype, device="cpu"), Shard(place.shape, place.offsets))
     copies.load({place.name: piece})
@@ -689,18 +663,15 @@ def _contents(parts: Iterable[_Measured]) -> dict[str, list[int]]:
 
     A tensor whose parts overlap without being replicas is left out: ranks of different meshes hold it.
     """
-    sums: dict[ShardPlace, set[int]] = {}
+    of_name: dict[str, dict[ShardPlace, set[int]]] = {}
     for place, content in parts:
-        sums.setdefault(place, set()).add(content)
-    of_name: dict[str, list[ShardPlace]] = {}
-    for place in sums:
-        of_name.setdefault(place.name, []).append(place)
+        of_name.setdefault(place.name, {}).setdefault(place, set()).add(content)
     found: dict[str, list[int]] = {}
-    for name, places in of_name.items():
-        if differing := [content for place in places if len(sums[place]) > 1 for content in sums[place]]:
+    for name, sums in of_name.items():
+        if differing := [content for contents in sums.values() if len(contents) > 1 for content in contents]:
             found[name] = sorted(differing)
-        elif sum(math.prod(place.sizes) for place in places) == math.prod(places[0].shape):
-            found[name] = [sum(min(sums[place]) for place in places) & _MASK]
+        elif sum(math.prod(place.sizes) for place in sums) == math.prod(next(iter(sums)).shape):
+            found[name] = [sum(map(min, sums.values())) & _MASK]
     return found
 
 

@@ -72,29 +72,19 @@ class _NumpyState:
     _BYTES = 624 * 4 + 4  # of mt19937_state: key and position (numpy/random/src/mt19937/mt19937.h)
 
     def __init__(self) -> None:
-        self._parts: tuple[Any, Any] | None = None
-        self._seen = b""
+        self._seen: Any = None
         self._copied: Any = None
 
     def copy(self) -> Any:
-        parts = _numpy_parts()
-        if parts is None:
+        state: Any = getattr(getattr(np.random, "mtrand", None), "_rand", None)
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(state) is not np.random.RandomState or type(generator) is not np.random.MT19937:
             return np.random.get_state()
-        state, generator = parts
         head, rest = id(state) + object.__basicsize__, type(state).__basicsize__ - object.__basicsize__
-        seen = ctypes.string_at(head, rest) + ctypes.string_at(generator.ctypes.state_address, self._BYTES)
-        if parts != self._parts or seen != self._seen:
-            self._parts, self._seen, self._copied = parts, seen, np.random.get_state()
+        content = ctypes.string_at(head, rest) + ctypes.string_at(generator.ctypes.state_address, self._BYTES)
+        if (seen := (state, generator, content)) != self._seen:
+            self._seen, self._copied = seen, np.random.get_state()
         return self._copied
-
-
-def _numpy_parts() -> tuple[Any, Any] | None:
-    """Return numpy's global random state and its generator; None if they are not the usual ones."""
-    state = getattr(getattr(np.random, "mtrand", None), "_rand", None)
-    get = getattr(np.random, "get_bit_generator", None)  # since numpy 1.24
-    generator = get() if get is not None else None
-    is_usual = type(state) is np.random.RandomState and type(generator) is np.random.MT19937
-    return (state, generator) if is_usual else None
 
 
 _pythons, _numpys = _PythonState(), _NumpyState()

@@ -37,11 +37,10 @@ class Session:
     """The interface through which a state uses its world. ``run`` binds a session.
 
     This base class serves a function that is called in a world that no other follows: nobody records what it does. Its
-    commit ids count the function as a generation of its own.
+    commit ids count the function as a generation of its own. ``worker_key``: unique id of this worker.
     """
 
     def __init__(self, view: World, worker_key: str) -> None:
-        """``worker_key``: unique id of this worker."""
         self.view, self.worker_key = view, worker_key
         self._ticks = 0
         self._restore_group: dist.ProcessGroup | None = None
@@ -72,18 +71,15 @@ class Session:
         return False
 
     def wait_for_verdict(self, tick: int, meanwhile: Callable[[], object]) -> tuple[int, int] | None:
-        """Wait until the driver has compared the commit of this tick: return the newest tick whose commit is equal on
-        all ranks, and the newest one that was compared. Call ``meanwhile`` now and then.
-
-        Return None if no verdict comes. Raises CollectiveError if the generation is over.
-        """
+        """Wait until the driver has compared the commit of this tick, and return ``verdict()``; None if no verdict
+        comes. Call ``meanwhile`` now and then. Raises CollectiveError if the generation is over."""
         raise AssertionError("no verdicts are awaited")
 
     def wait_for_driver(self) -> None:
         """Wait until a driver can send verdicts. Raises CollectiveError if the generation is over."""
 
     def verdict(self) -> tuple[int, int]:
-        """Return the newest verdict, without a wait."""
+        """Return the newest tick whose commit is equal on all ranks, and the newest one that was compared."""
         return 0, 0
 
     @property
@@ -95,10 +91,8 @@ class Session:
         """Raise CollectiveError if the generation is over."""
 
     def check_collectives(self) -> None:
-        """Raise CollectiveError if a collective of this generation has failed, whatever caught its error.
-
-        Also raise again what a tick of this generation has raised. Call it before a commit and before a tick.
-        """
+        """Raise CollectiveError if a collective of this generation has failed, whatever caught its error, and again
+        what a tick of this generation has raised. Call it before a commit and before a tick."""
 
     def has_ended(self, generation: int) -> bool:
         """Return True if ``generation`` is over, so that its collectives may have been cut. Safe on any thread."""
@@ -142,8 +136,7 @@ class Session:
         raise AssertionError("this world starts from no copies")
 
     def restore_group(self) -> dist.ProcessGroup | None:
-        """Return a group of all ranks for the restores of the training function; None outside of it, where each rank
-        restores by itself."""
+        """Return a group of all ranks for the restores of the training function; None outside of it."""
         if self._restore_group is None and self.has_peers:
             self._restore_group = self.subgroup(tuple(range(self.view.size)))
         return self._restore_group
@@ -175,10 +168,7 @@ class SoloSession(Session):
         super().tick()
 
     def _refuse_launchers(self) -> None:
-        """Raise UsageError where several processes would each train a model of their own.
-
-        The other processes would not receive the commit or the tick.
-        """
+        """Raise UsageError where several processes would each train a model of their own."""
         if self._is_worker:
             raise UsageError(
                 "A state was committed, synced or ticked outside a function decorated with @elasticstate.run, so each "

@@ -2,8 +2,6 @@
 
 A buffer is a safetensors file (see layout.py), and holds a commit if it has a matching seal (``ControlPage``). A new
 commit overwrites the older buffer: its seal is removed before the first byte changes, and the new seal is written last.
-If the process or the machine fails in between, the newest commit stays intact.
-
 Buffers are kept as long as they are large enough: the first touch of fresh memory costs several times the copy itself.
 """
 
@@ -197,7 +195,7 @@ class Plan:
         return found
 
     def _make_pieces(self, values: list[Array], copy_stream_of: CopyStreamOf) -> Pieces:
-        """Return the pieces that native code copies, and record the rest in ``queued`` and ``odd``.
+        """Return the pieces that native code copies, and record the rest.
 
         ``queued``: tensors that the copy stream of their device copies. ``odd``: tensors with holes, tensors whose
         stored bits differ from their values, and tensors on a device without a copy stream.
@@ -260,16 +258,6 @@ def plain_address(value: Array) -> int | None:
     return _array_address(value) if value.flags.c_contiguous else None
 
 
-def copy_odd(memory: Tensor, values: dict[str, Array], odd: Iterable[tuple[str, Entry]], begin: int) -> None:
-    """Copy values that are not plain memory with torch and numpy. Return when all copies are complete."""
-    for name, entry in odd:
-        value, place = values[name], view(memory, entry, begin)
-        if isinstance(value, torch.Tensor):
-            place.copy_(value.detach())
-        else:
-            np.copyto(place, value)
-
-
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype)
@@ -326,6 +314,16 @@ _LOOK_INTERVAL_S = 0.0005
 
 GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: avoid a new buffer for that
 LENGTH_BYTES = 8  # length prefix of the random state, whose part of the buffer is longer
+
+
+def transfer_header(frame: Frame, length: int) -> bytes:
+    """Return what ``Snapshot.incoming`` needs to receive a commit of ``length`` bytes."""
+    return msgspec.msgpack.encode((frame.layout, length - frame.objects, frame.sharding))
+
+
+def private_in(part: bytes) -> bytes:
+    """Return the random state, given its part of a buffer."""
+    return part[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES], "little")]
 
 
 class Buffer:
@@ -393,8 +391,7 @@ class Buffer:
         return self._header_checksum
 
     def _wait_for_copy(self) -> None:
-        """Wait while the agent copies this buffer for other hosts (see replicas/pusher.py): as long as a copy in memory
-        takes, and at most until the time that the agent has set."""
+        """Wait while the agent copies this buffer for other hosts (see replicas/pusher.py)."""
         while time.monotonic_ns() < self._storage.page.pinned_until(self.index):
             time.sleep(_LOOK_INTERVAL_S)
 
@@ -482,14 +479,7 @@ class Buffer:
         return found
 
     def private(self) -> bytes:
-        part = self.memory[self.frame.random : self.frame.tensors].numpy().tobytes()
-        length = int.from_bytes(part[:LENGTH_BYTES], "little")
-        return part[LENGTH_BYTES : LENGTH_BYTES + length]
-
-    def transfer_header(self) -> bytes:
-        """Return what ``Snapshot.incoming`` needs to receive this commit."""
-        frame = self.frame
-        return msgspec.msgpack.encode((frame.layout, self.length - frame.objects, frame.sharding))
+        return private_in(self.memory[self.frame.random : self.frame.tensors].numpy().tobytes())
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -540,11 +530,8 @@ class Incoming(NamedTuple):
 def find_targets(
     layout: Layout, live: Captured, buffers: Iterable[torch.Tensor], copy_stream_of: CopyStreamOf = copy_stream_of
 ) -> Targets:
-    """Return the live values that can be loaded.
-
-    The result is empty if a live value has another shape or dtype than the commit's value of that name, because
-    ``apply`` then has to check all values before any is written. The result is also empty if live values overlap each
-    other or ``buffers``.
+    """Return the live values that can be loaded: none if one has another shape or dtype than the commit's value of that
+    name, as ``apply`` then has to check all values before any is written; or if they overlap each other or ``buffers``.
     """
     by_name: dict[str, Array] = {}
     addresses: dict[int, int] = {}
@@ -589,23 +576,16 @@ def _overlap(layout: Layout, addresses: dict[int, int], buffers: Iterable[torch.
 
 
 def _device_address(tensor: torch.Tensor) -> int | None:
-    """Return the address of a device tensor whose bytes are contiguous in any dimension order; otherwise None.
-
-    Copies from and to a device are by value, so the order does not matter. Addresses of all devices of a process
-    differ.
-    """
-    is_dense = tensor.is_contiguous() or any(
-        tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format)
-        for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d))
-    )
+    """Return the address of a device tensor whose bytes are contiguous in any dimension order; otherwise None. Copies
+    from and to a device are by value, so the order does not matter. Addresses of all devices of a process differ."""
+    orders = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    is_dense = any(tensor.is_contiguous(memory_format=order) for order in orders)
     return tensor.data_ptr() if is_dense and not tensor.is_conj() and not tensor.is_neg() else None
 
 
 class LiveValues:
-    """The live values of one rank (see ``divergence.Comparable``). Tensors of a device are copied one by one.
-
-    The values must not change while this object is used.
-    """
+    """The live values of one rank (see ``divergence.Comparable``), which must not change while this object is used.
+    Tensors of a device are copied one by one."""
 
     def __init__(self, captured: Captured, ticks: int) -> None:
         tensors, arrays, self._objects = split_by_kind(captured)
@@ -622,12 +602,8 @@ class LiveValues:
 
     def difference(self, one_copy: bool) -> str:
         """Text for the error if the ranks have different values."""
-        if not one_copy:
-            return f"Ranks have different values after {self._ticks} ticks of this world"
-        return (
-            f"Ranks have different values after {self._ticks} ticks of this world, and with --one-copy-per-host a "
-            "restore would replace them by those of one worker of each host"
-        )
+        loss = ", and with --one-copy-per-host a restore would replace them by those of one worker of each host"
+        return f"Ranks have different values after {self._ticks} ticks of this world{loss if one_copy else ''}"
 
     def summary(self, left_out: Container[str] = ()) -> tuple[int, int, int]:
         """Return what ``Snapshot.summary`` returns for a commit, with other numbers."""
@@ -674,10 +650,9 @@ def has_same_bytes(live: Array, stored: Array) -> bool:
 class Snapshot:
     """Reader and writer of the commits in a commit storage. Not thread-safe: one thread writes and reads.
 
-    A new snapshot holds the commits of the storage's owner that the storage contains, except damaged ones.
-
-    A commit of tensors on devices may still be in progress (see async_commit.py). Until it is settled, the snapshot
-    holds neither this commit nor the one whose buffer it overwrites. Every method that reads a buffer settles it first.
+    A new snapshot holds the commits of the storage's owner that the storage contains, except damaged ones. While a
+    commit of tensors on devices is in progress (see async_commit.py), the snapshot holds neither this commit nor the
+    one whose buffer it overwrites. Every method that reads a buffer settles it first.
     """
 
     def __init__(self, storage: CommitStorage | None = None, copy_stream_of: CopyStreamOf = copy_stream_of) -> None:
@@ -776,8 +751,12 @@ class Snapshot:
         blob = dumps(objects)
         plan, buffer = self._planned(tensors, arrays, len(private), sharding), self._older
         found = buffer.begin(plan.header, private, len(blob))
-        if plan.odd:
-            copy_odd(buffer.memory, {**tensors, **arrays}, plan.odd, buffer.frame.tensors)
+        for name, entry in plan.odd:
+            place = view(buffer.memory, entry, buffer.frame.tensors)
+            if name in tensors:
+                place.copy_(tensors[name].detach())
+            else:
+                np.copyto(place, arrays[name])
         buffer.memory.numpy()[buffer.frame.objects : buffer.length] = np.frombuffer(blob, dtype=np.uint8)
         start = buffer.frame.random
         each = np.zeros(len(plan.pieces), dtype=np.uint32) if is_compared else None
@@ -871,10 +850,8 @@ class Snapshot:
         return outcome
 
     def finish(self) -> None:
-        """Call ``settle``, and raise if the commit failed.
-
-        Raises CollectiveError if the commit's generation ended before the copy did, or the device's error.
-        """
+        """Call ``settle``. Raise CollectiveError if the commit's generation ended before the copy did, or the error
+        with which the commit failed."""
         outcome = self.settle()
         if outcome is CopyOutcome.CUT:
             raise CollectiveError("the generation ended before its commit was copied from the device")
@@ -965,8 +942,10 @@ class Snapshot:
         live: dict[str, Array] = {**tensors, **arrays}
         if other := (values.entries.keys() ^ live.keys()) | {name for name in objects if name not in values}:
             return min(other)
-        if changed := self._changed_object(objects, values):
-            return changed
+        if buffer.memory[buffer.frame.objects : buffer.length].numpy().tobytes() != dumps(objects):
+            for name, value in objects.items():
+                if not _is_same(value, values[name]):
+                    return name
         found = self._find_targets(buffer, live)
         if not equal(buffer.memory, found.pieces(buffer.frame)):
             found = Targets({}, {}, {})  # compare one by one, for the name
@@ -976,23 +955,13 @@ class Snapshot:
                 return name
         return ""
 
-    def _changed_object(self, objects: dict[str, Any], values: Values) -> str:
-        """Return the first name of an object that differs from the newest commit; "" if all are equal."""
-        buffer = self._newer
-        if buffer.memory[buffer.frame.objects : buffer.length].numpy().tobytes() == dumps(objects):
-            return ""
-        return next((name for name, value in objects.items() if not _is_same(value, values[name])), "")
-
     # -------------------------------------------------------------------------------------------- from worker to worker
 
     def outgoing(self) -> tuple[bytes, torch.Tensor]:
         """Return the newest commit for ranks that lack it, without the private part: (header, ``uint8[n]``)."""
         self.settle()
         buffer = self._newer
-        return (
-            buffer.transfer_header(),
-            buffer.memory[buffer.frame.tensors : buffer.length],
-        )
+        return transfer_header(buffer.frame, buffer.length), buffer.memory[buffer.frame.tensors : buffer.length]
 
     def incoming(self, header: bytes, private: bytes) -> torch.Tensor:
         """Begin to receive a commit: return the ``uint8[n]`` of the older buffer to fill before ``load_incoming``."""
@@ -1037,10 +1006,10 @@ class Snapshot:
             raise StateError(f"Commit {commit} is damaged: its checksum is wrong. {remedy}.")
 
     def summary(self, left_out: Container[str] = ()) -> tuple[int, int, int]:
-        """Return three numbers that summarize the newest commit.
+        """Return three numbers that summarize the newest commit: 63 bits for the names and shapes of its tensors and
+        arrays, 63 bits for their checksums, and the checksum of all objects.
 
-        The numbers are 63 bits for the names and shapes of its tensors and arrays, 63 bits for their checksums, and the
-        checksum of all objects. Tensors and arrays whose names are in ``left_out`` are excluded.
+        ``left_out``: names of excluded tensors and arrays.
         """
         self.settle()
         buffer, frame = self._newer, self._newer.frame

@@ -1,25 +1,20 @@
 """StepCheck: an error if an optimizer trains what the commits have and is not in them itself, or the reverse.
 
-Such a script runs without any notice until a worker is replaced. The newcomer then begins with an optimizer of its own,
-or with parameters of its own, and the ranks differ from there on.
-
 An optimizer is judged at its first step in each world, and again if its groups or the values of the state are replaced.
 In most scripts identity decides: the optimizer is a value of the state, or none. But a value may also hold the
 optimizer, or receive a copy of it before each commit: an object with ``state_dict()``, another optimizer, a plain dict.
 Then the first commit after the step decides, by its content.
 
-A script that catches the error gets it again at each step and commit, and at its end.
-
-An optimizer that trains nothing of the state is not the state's business, but a warning names it.
-
-``Forgotten``, ``PlainAttributes`` and ``Accumulation`` warn of what else changes while a script trains and no commit
-contains.
+A script that catches the error gets it again at each step and commit, and at its end. ``Forgotten``,
+``PlainAttributes`` and ``Accumulation`` warn of what else changes while a script trains and no commit contains.
 
 Not judged: states with a ``capture`` of their own, and steps in compiled code, where torch calls no hooks.
+See docs/decisions/checks-of-the-script.md.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,7 +32,7 @@ from elasticstate.compat import dtensors
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of, search
-from elasticstate.state.forgotten import LONGEST_SAMPLE, WARNED, Forgotten, are_equal
+from elasticstate.state.forgotten import WARNED, Forgotten, are_equal, sample_of
 from elasticstate.state.loader import is_stateful
 from elasticstate.state.optimizer_state import is_plain_optimizer
 from elasticstate.state.values import Captured, Tree, flat_bytes, is_array
@@ -466,14 +461,13 @@ def _attributes(values: Mapping[str, object]) -> Iterator[tuple[str, Any, Any]]:
                 if type(value) in (int, float):
                     yield f"{path}.{key}", value, value
                 elif type(value) is torch.Tensor and value.grad_fn is None and not value.is_meta and value.numel():
-                    yield f"{path}.{key}", value, value.detach().flatten()[:LONGEST_SAMPLE].clone()
+                    yield f"{path}.{key}", value, sample_of(value)
 
 
 _Mark = tuple["weakref.ref[torch.Tensor]", int]
 """A gradient, and its version."""
 
 _MOST_ZEROS = 20  # at ticks, before no more is looked at: a look waits for the device
-_has_warned_of_gradients = False
 
 
 class Accumulation:
@@ -527,12 +521,9 @@ class Accumulation:
         return other is not None and mark[0]() is other[0]() and mark[1] == other[1]
 
 
+@functools.cache
 def _warn_of_gradients() -> None:
-    global _has_warned_of_gradients
-    if not _has_warned_of_gradients:
-        _has_warned_of_gradients = True
-        logger.warning(
-            "a step uses gradients from before the last commit() or check_host_updates(). No commit contains them, "
-            "so after a failure or a change of the workers the step would be made without them. Call both only after "
-            "a step."
-        )
+    logger.warning(
+        "a step uses gradients from before the last commit() or check_host_updates(). No commit contains them, so "
+        "after a failure or a change of the workers the step would be made without them. Call both only after a step."
+    )

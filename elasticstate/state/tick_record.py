@@ -1,30 +1,14 @@
 """Tick record: makes the live state after a failure a commit of the last tick, so that no tick is repeated.
 
-A failure reaches a survivor as an error of a collective, mostly in ``backward``. Since the last tick, forward passes
-and loaders have changed some small values, and nothing has written the large tensors: parameters and the optimizer's
-state change in an optimizer's ``step`` only. So a tick that does not commit copies the small values. After a failure,
-the copies and the live large tensors together are the state of the tick, if it is proven that nothing wrote these
-since. There are three kinds of tensors:
-
-- *copied*: what is small, and what was seen to change outside of a step.
-- *owned*: parameters, and the optimizers' state. The record has their versions, and samples of their content.
-- *summed*: other large tensors (masks, tables), and owned ones in memory that torch has not allocated. The record has
-  checksums of their whole content.
-
-The proof for the owned tensors needs all of these:
-
-- No optimizer's ``step`` has begun since the tick, except that of torch's own optimizers that are not fused: fused
-  ones write without a new version, and so may others.
-- They are the same objects, at the same addresses, with the same versions.
-- Nobody asked for a handle through which torch counts no writes, and none existed at the tick (compat/).
-- No commit was copied into live tensors since the tick: that changes no version either.
-- The samples are the same: a write through anything that this list has forgotten changes most of a tensor.
-
-Otherwise the record is refused, and the last commit counts. All this is for tensors on the CPU.
+A tick without a commit copies what changes outside of a step. After a failure, the copies and the live large tensors
+together are the state of the tick, if it is proven that nothing wrote these since. docs/decisions/tick-records.md has
+the three kinds of tensors (copied, summed, owned), and the proof; ``TickRecords._refusal`` is that proof. Otherwise the
+last commit counts. All this is for tensors on the CPU.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable, Container, Mapping
@@ -236,7 +220,7 @@ class Copies:
 
 
 class TickPlan:
-    """The kinds of a state's tensors (see above). Valid as long as ``fits`` returns True.
+    """The kinds of a state's tensors (see above). Valid as long as ``fits`` returns True. Watches the owned ones.
 
     Args:
         captured: the live values.
@@ -279,7 +263,7 @@ class TickPlan:
         self._sampled = dense + dense[:_SAMPLED]  # so that any _SAMPLED in a row, over the end, are one slice
         self._is_quick = quick_versions(self._owned_now) == exact_versions(self._owned_now)
         self._spare = [Copies([], {}), Copies([], {})]
-        self._watch = 0
+        self._watch = torch_tensors.watch(self._owned_now)
 
     def fits(self, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray[Any, Any]]) -> bool:
         """Return True if these are the values that the plan was made for."""
@@ -316,10 +300,6 @@ class TickPlan:
     def to_copy(self, before: dict[str, int], now: dict[str, int]) -> list[str]:
         """Return the names of the tensors that changed between two ``checksums``, and that a plan may copy instead."""
         return [name for name in self._may_be_copied if name in before and now[name] != before[name]]
-
-    def watch(self) -> None:
-        """Detect from now on who asks for a handle to an owned tensor's memory."""
-        self._watch = torch_tensors.watch(self._owned_now)
 
     def has_all_owners(self) -> bool:
         """Return True if no handle exists. Forgets those that no longer exist."""
@@ -494,9 +474,7 @@ class TickRecords:
         if not torch_tensors.can_watch():
             raise NotSupported("tick records do not work with the installed torch")
         watch_steps()
-        plan = TickPlan(captured, self._live._owned(), self._changing)
-        plan.watch()
-        return plan
+        return TickPlan(captured, self._live._owned(), self._changing)
 
     def _is_due(self) -> bool:
         """Return False in the ticks between two attempts to make a plan."""
@@ -563,13 +541,12 @@ class TickRecords:
 
 
 _steps_begun = 0
-_hooks: list[Any] = []
 
 
+@functools.cache
 def watch_steps() -> None:
     """Count the steps of all optimizers from now on, also of those outside the state."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_a_step))
+    register_optimizer_step_pre_hook(_before_a_step)
 
 
 def _before_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -182,7 +182,8 @@ def load_value(target: object, values: Captured, name: str, device: torch.device
     written: Any = target
     if not values.is_loaded(name, target):
         value = values[name]
-        if owner != name and not fits(target, value, device) and _is_on(tied, target, device):
+        is_near = not isinstance(tied, torch.Tensor) or tied.device.type == _home(target, device).type
+        if owner != name and not fits(target, value, device) and is_near:
             written = tied.detach() if isinstance(tied, torch.nn.Parameter) else tied
         else:
             written = write_into(target, value, device, entry.strides)
@@ -209,8 +210,10 @@ def write_into(
     if not fits(target, value, device):
         if not isinstance(value, torch.Tensor):
             return np.array(value) if not strides else _like_strides(value, strides)
-        like = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
-        return _copied(value, device or like, strides)
+        home = _home(target, device)
+        if not strides:
+            return value.to(home, copy=True)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=home).copy_(value)
     if isinstance(target, torch.Tensor):
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(value)  # type: ignore[arg-type]  # alike
@@ -228,18 +231,9 @@ def fits(target: object, value: Array, device: torch.device | None) -> bool:
     return device is None or target.device.type == device.type
 
 
-def _is_on(tied: Array | None, target: object, device: torch.device | None) -> bool:
-    """Return True if a new value for ``target`` would be where ``tied`` is."""
-    if not isinstance(tied, torch.Tensor):
-        return True
-    like = target.device if isinstance(target, torch.Tensor) else torch.device("cpu")
-    return tied.device.type == (device or like).type
-
-
-def _copied(value: torch.Tensor, device: torch.device, strides: tuple[int, ...]) -> torch.Tensor:
-    if not strides:
-        return value.to(device, copy=True)
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=device).copy_(value)
+def _home(target: object, device: torch.device | None) -> torch.device:
+    """Return where a new tensor for ``target`` is made."""
+    return device or (target.device if isinstance(target, torch.Tensor) else _CPU)
 
 
 def _like_strides(value: np.ndarray[Any, Any], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -265,6 +259,7 @@ def alike(target: Array, value: Array) -> bool:
     return target.shape == value.shape and target.dtype == value.dtype
 
 
+_CPU = torch.device("cpu")
 CANNOT_BE_PICKLED = (TypeError, pickle.PicklingError)
 """Errors of pickle itself, which have no line of the script."""
 
@@ -352,7 +347,6 @@ class _Pickler(pickle.Pickler):
 
 
 _leaf = functools.cache(Leaf)  # one for each device type, so that a pickle contains it once
-_CPU = torch.device("cpu")
 _row = functools.lru_cache(1024)(Row)
 
 

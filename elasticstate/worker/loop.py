@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -199,11 +199,8 @@ def store_address(view: World) -> tuple[str, int]:
 
 
 def release_exception(error: BaseException) -> None:
-    """Release all objects that an exception keeps alive: the frames of its whole chain, and its attributes.
-
-    ``clear_frames`` of the outermost traceback is not enough: ``raise X from e`` keeps e's frames. These keep the DDP
-    wrapper, its buckets and the dead process group alive.
-    """
+    """Release all objects that an exception keeps alive: the frames of its whole chain, and its attributes. They keep
+    the DDP wrapper, its buckets and the dead process group alive."""
     for link in error_chain(error):
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
@@ -212,13 +209,11 @@ def release_exception(error: BaseException) -> None:
 
 
 class TorchModes:
-    """The modes of the calling thread at the time of construction.
+    """The modes of the calling thread at the time of construction: gradients, autocast, default dtype and device,
+    deterministic algorithms, and anomaly detection.
 
-    They are: gradients, autocast, default dtype and device, deterministic algorithms, and anomaly detection.
-
-    A ``with`` block ends by the exception of a failure. A function such as ``torch.set_grad_enabled(False)`` has no
-    end: a survivor would train on without gradients, and newcomers with them. So each call of the user's function
-    begins with the modes of the first one.
+    A function such as ``torch.set_grad_enabled(False)`` has no end: a survivor would train on without gradients, and
+    newcomers with them. So each call of the user's function begins with the modes of the first one.
     """
 
     def __init__(self) -> None:
@@ -290,10 +285,10 @@ _keeps = False
 def keep_freed_memory() -> None:
     """Keep up to KEPT_BYTES of freed blocks. Do nothing without glibc, or if the user has set options of ``malloc``.
 
-    A change of worlds frees gradients and the buckets of DistributedDataParallel, and the next step needs as much
-    again. By default, glibc returns freed memory at the end of its heap to the kernel if that is more than twice the
-    largest freed block, at most 64 MiB (mallopt(3), M_TRIM_THRESHOLD). Then the first steps of the next world wait for
-    fresh pages. Larger blocks than 32 MiB are returned to the kernel at once, as always.
+    A change of worlds frees gradients and the buckets of DistributedDataParallel. By default, glibc returns freed
+    memory at the end of its heap to the kernel if that is more than twice the largest freed block, at most 64 MiB
+    (mallopt(3), M_TRIM_THRESHOLD). Then the first steps of the next world wait for fresh pages. Larger blocks than
+    32 MiB are returned to the kernel at once, as always.
     """
     global _keeps
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -488,10 +483,8 @@ class WorkerLoop:
         try:
             if not self._committer.resume() and may_prefetch:
                 self._committer.prefetch()
-        except StateMisfitError:
-            if not (
-                may_prefetch and self._committer.prefetch()
-            ):  # the others may have trained on, in another structure
+        except StateMisfitError:  # the others may have trained on, in another structure
+            if not (may_prefetch and self._committer.prefetch()):
                 raise
 
     def _pass_gate(self) -> None:
@@ -506,7 +499,9 @@ class WorkerLoop:
         """Run one generation. Raises the worker's own exception, recorded, after leaving the generation."""
         try:
             self._enter_or_continue()
-            self._resume_from_copy()
+            self._committer.stored = None
+            if (source := self._session.view.durable) is not None:  # no member holds a usable commit
+                durable_state.resume(self._committer, source)
             if self._committer.go_back():
                 self._repeats.restored(self._committer.commits[0])
             has_state = self._committer.start_from_line() or self._committer.has_own_commit
@@ -545,7 +540,10 @@ class WorkerLoop:
                 self._regrouper.leave()
                 raise
             if outcome is _Outcome.FAILED and self._is_device_lost(error):
-                self._exit_with_lost_device(error)
+                # Another process in this slot can use the device, and resumes from this worker's commit.
+                self._sentinel.report_failure(text_of(error))
+                self._record(error)
+                exit_for_replacement("this process cannot use its device any more")
             release_exception(error)
             return outcome
 
@@ -559,17 +557,9 @@ class WorkerLoop:
         if self._committer.commits != joined_with:
             raise CollectiveError("this worker cannot restore the commits that it reported when it joined the world")
 
-    def _resume_from_copy(self) -> None:
-        """In a world in which no member holds a usable commit: find the newest intact durable copy."""
-        view = self._session.view
-        self._committer.stored = None
-        if view.durable is not None:
-            durable_state.resume(self._committer, view.durable)
-
     def _read_root_ahead(self, view: World) -> None:
-        if view.follows is not None:
-            return
-        self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)
+        if view.follows is None:
+            self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)
 
     def _enter(self) -> None:
         undo, self._must_compare = self._undo_unwinding if self._must_compare else None, False
@@ -604,12 +594,6 @@ class WorkerLoop:
         context = self._regrouper.context
         return any(context.classify(cause) is Fault.DEVICE for cause in error_chain(error)) or not context.usable()
 
-    def _exit_with_lost_device(self, error: BaseException) -> NoReturn:
-        """End this process: another one in this slot can use the device, and resumes from this worker's commit."""
-        self._sentinel.report_failure(text_of(error))
-        self._record(error)
-        exit_for_replacement("this process cannot use its device any more")
-
     def _record(self, error: BaseException) -> None:
         handle(self._handler, error, self._raised_ns, self._sentinel.ticks)
         self._is_recorded = True
@@ -626,7 +610,7 @@ class WorkerLoop:
         self._session.leave()
         self._state._leave_world()
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
-            self._committer.drop_gradients()
+            self._state._drop_gradients()
             self._committer.detach()
             self._regrouper.leave(by_plan=True)
             self._must_compare = True
@@ -645,10 +629,9 @@ class WorkerLoop:
         the commit of no rank if a collective has failed meanwhile, or if the script has caught the interrupt and gone
         on. A follower saves nothing, and reports READY without a commit. If it holds an older one, it restores that.
         """
-        if self._session.view.follows is not None:
-            self._committer.settle()
-            return self._committer.commits[0] is None
         self._committer.settle()
+        if self._session.view.follows is not None:
+            return self._committer.commits[0] is None
         here = self._last_tick
         if self._committer.begun == here:  # sealed at the tick, also on other ranks
             return self._committer.commits[0] == here
@@ -701,12 +684,10 @@ class WorkerLoop:
 
 
 def _freeze_memory() -> None:
-    """Exclude all present objects from later garbage collections.
+    """Exclude all present objects from later garbage collections: each regroup runs one (100 ms with torch imported).
 
-    Objects that survive the start stay until the end. Each regroup runs a collection (100 ms with torch imported).
-
-    Without them, the end of the process is a second faster, too. But modules made with nanobind then report leaks: so
-    does Triton, which torch 2.15 imports with its compiler.
+    The end of the process is a second faster, too. But modules made with nanobind then report leaks: so does Triton,
+    which torch 2.15 imports with its compiler.
     """
     gc.collect()
     gc.freeze()

@@ -94,8 +94,7 @@ ENDS: dict[str, str] = {
         state/committer.py Committer.settle self._peers.wait
         state/peer.py PeerReader.load self.wait
         state/peer.py PeerReader.read_ahead self.wait
-        state/peer.py PeerReader.wait self._ahead.wait
-        state/peer.py _ReadAhead.wait self._thread.join
+        state/peer.py PeerReader.wait self._ahead.thread.join
         threads.py in_thread await answer
     """,
     "the other tasks or agents hold it for a moment": """

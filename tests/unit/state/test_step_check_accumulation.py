@@ -20,8 +20,8 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_check, "_has_warned_of_gradients", False)
+def _warns_anew() -> None:
+    step_check._warn_of_gradients.cache_clear()
 
 
 def after_each_batch(batch: Callable[[], object], step: Callable[[], object], commit: Callable[[], object]) -> None:
