@@ -61,13 +61,8 @@ def stop() -> None:
 def begin_call(generation: int, process_set: int, ranks: tuple[int, ...], number: int, call: str) -> None:
     """Report that this worker waits in a collective call from now on, for the stall check.
 
-    Process set and number must identify the call among those of ``generation``, equally on all ranks that make it.
-
-    Args:
-        process_set: number of the process set; 0: all ranks of the world.
-        ranks: its ranks; (): all ranks of the world.
-        number: number of the call in its process set.
-        call: text for messages.
+    ``process_set`` (0: all ranks of the world) and ``number`` must identify the call among those of ``generation``,
+    equally on all ranks that make it. ``ranks``: of the process set; (): all. ``call``: text for messages.
     """
     global _newest, _thread
     if _send is None:

@@ -247,8 +247,7 @@ class FixedLoop(SoloLoop):
         """Call a function of the user. Raises CollectiveError if an error comes from the loss of a process."""
         self._functions += 1
         place, committer = self._place, committer_of(state)
-        session = FixedSession(self._functions, self._group_of, self._check_collectives)
-        committer.use_session(session)
+        committer.use_session(FixedSession(self._functions, self))
         if place.rank == 0 and self._functions == 1:
             logger.warning(
                 "%s has started this world of %d workers. It never changes, and ends when a worker is lost. Start the "
@@ -263,7 +262,7 @@ class FixedLoop(SoloLoop):
 
         try:
             result = super().run_in_last_world(state, begin if self._functions == 1 else call)
-            self._check_collectives()  # the function may have caught the error of one
+            self.check_collectives()  # the function may have caught the error of one
             return result
         except RuntimeError as error:
             if isinstance(error, CollectiveError) or not (text := self.failure_text(error)):
@@ -301,32 +300,26 @@ class FixedLoop(SoloLoop):
             "Start the script with elasticrun to continue after losses."
         )
 
-    def _check_collectives(self) -> None:
+    def check_collectives(self) -> None:
         sockets = self._groups.sockets
         if sockets.failed() or (not self._counts_failures and sockets.lost()):
             raise CollectiveError(self._loss(CollectiveError(FAILED_COLLECTIVE)))
 
-    def _group_of(self, ranks: tuple[int, ...]) -> Any:
-        return self._groups.subgroup(self._rendezvous, ranks)
+    def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._groups.subgroup(self._rendezvous, ranks)
+        return group
 
 
 class FixedSession(Session):
-    """Session of a state in a world that never changes.
+    """Session of a state in a world that never changes. ``number``: 1 for the first function that is called in it."""
 
-    Args:
-        number: 1 for the first function that is called in this world.
-    """
-
-    def __init__(
-        self, number: int, group_of: Callable[[tuple[int, ...]], Any], check_collectives: Callable[[], None]
-    ) -> None:
+    def __init__(self, number: int, loop: FixedLoop) -> None:
         view = msgspec.structs.replace(present_world.world(), generation=number)
         super().__init__(view, f"rank {view.rank}")
-        self._group_of, self._check_collectives = group_of, check_collectives
+        self._loop = loop
 
     def check_collectives(self) -> None:
-        self._check_collectives()
+        self._loop.check_collectives()
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._group_of(ranks)
-        return group
+        return self._loop.subgroup(ranks)

@@ -1,12 +1,11 @@
 """Gloo's threads rest before the last reference to a group is dropped, and before the interpreter ends.
 
 When a collective has ended, the thread of the group that has run it still drops its tensors, for which it may need the
-GIL. In torch 2.13 that goes wrong in two ways. Code that drops the last reference to the group waits for its threads:
-if that is the destructor of DDP's reducer, it holds the GIL, and both wait for ever. And while the interpreter
-finalizes, Python ends each other thread that asks for the GIL: the process aborts, or waits for a lock that such a
-thread has held.
+GIL. In torch 2.13 that goes wrong in two ways. The destructor of DDP's reducer waits for the threads of its group with
+the GIL held, so both wait for ever. And while the interpreter finalizes, Python ends each other thread that asks for
+the GIL: the process aborts, or waits for a lock that such a thread has held.
 
-This module imports nothing of torch. ``watch_models`` works for a script that has not imported it yet, too.
+This module imports nothing of torch: ``watch_models`` works for a script that has not imported it yet, too.
 """
 
 from __future__ import annotations

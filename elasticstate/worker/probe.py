@@ -50,12 +50,15 @@ def main() -> None:
         _report(at="CUDA")
         _report_devices()
     if has_nccl:
-        _report(at="NCCL", nccl=_nccl_version())
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # version of the loaded library
+        _report(at="NCCL", nccl=".".join(str(part) for part in version[:3]))
     _report(at="elasticstate's native module")
     import elasticstate._native  # noqa: F401
 
     if has_nccl:
-        _report(nccl_names=_nccl_names())
+        from elasticstate.worker.contexts import torch_name
+
+        _report(nccl_names={backend: torch_name(backend) for backend in ("nccl", "nccl2")})
     if dist.is_available() and dist.is_gloo_available():
         _report(at="Gloo")
         _try_gloo(timeout_s)
@@ -71,20 +74,6 @@ def _report_devices() -> None:
         _report(devices=names)
     except (RuntimeError, AssertionError) as error:
         _report(no_cuda=_in_a_line(error))
-
-
-def _nccl_version() -> str:
-    import torch
-
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # version of the loaded library
-    return ".".join(str(part) for part in version[:3])
-
-
-def _nccl_names() -> dict[str, str]:
-    """Return torch's names of the backends that use NCCL, by those of elasticstate."""
-    from elasticstate.worker.contexts import torch_name
-
-    return {backend: torch_name(backend) for backend in ("nccl", "nccl2")}
 
 
 def _try_gloo(timeout_s: float) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from elasticstate import _native, tracebacks
 from elasticstate.compat import libraries
@@ -29,20 +29,10 @@ from elasticstate.tracebacks import error_chain
 from elasticstate.worker import script
 from elasticstate.worker.script import exit_for_replacement
 
+if TYPE_CHECKING:
+    from elasticstate.worker.contexts import Context
+
 A = TypeVar("A")
-
-
-class Severable(Protocol):
-    """The part of a context that the sentinel cuts when the generation ends."""
-
-    severs_in_python: bool
-
-    @property
-    def sockets(self) -> _native.GlooSockets: ...
-
-    def sever(self) -> None: ...
-
-    def own_failure(self) -> str: ...
 
 
 _SWEEP_INTERVAL_S = 0.003
@@ -120,10 +110,11 @@ class Sentinel:
         self._ignore_signals_at_exit()
 
     def _ignore_signals_at_exit(self) -> None:
-        """Ignore signals before the exit functions that were registered until now."""
-        atexit.register(_ignore_signals, weakref.ref(self))
+        """Ignore signals before the exit functions that were registered until now, as the end of the interpreter would
+        give them their usual effect back."""
+        atexit.register(_call_if_alive, weakref.WeakMethod(self._ignore_signals))
 
-    def ignore_signals(self) -> None:
+    def _ignore_signals(self) -> None:
         """Ignore SIGINT and the preemption signals that the script does not handle."""
         self._handle_own(signal.SIG_IGN)
         script.ignore_at_exit()
@@ -164,7 +155,7 @@ class Sentinel:
         self._ignore_signals_at_exit()
         raise SystemExit(0)
 
-    def detach_forked(self) -> None:
+    def _detach_forked(self) -> None:
         """Detach a forked child of the worker: it is not part of the job, and SIGTERM ends it."""
         self._native.forked()
         self._handle_own(signal.SIG_DFL)
@@ -283,7 +274,7 @@ class Sentinel:
         assert isinstance(world, messages.World)
         return world
 
-    def enter(self, world: messages.World, context: Severable) -> None:
+    def enter(self, world: messages.World, context: Context) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._tick_end, self.has_gone_on = None, False
         self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.options.regroup_timeout_s
@@ -321,8 +312,7 @@ class Sentinel:
 
     def _replace_if_it_goes_on(self, sockets: _native.GlooSockets, has_left: threading.Event) -> None:
         """Replace this process if its script has caught the error of a collective, and has gone on for long after the
-        end of the generation, without the end of a tick, where ``refuse`` does that.
-        """
+        end of the generation, without the end of a tick, where ``refuse`` does that."""
         began_at, has_warned = time.monotonic(), False
         while not has_left.wait(_WATCH_INTERVAL_S):
             passed_s = time.monotonic() - began_at
@@ -343,8 +333,8 @@ class Sentinel:
     def _report_hang(self, generation: int) -> None:
         """Report where this worker was when the generation ended, if that was because it hangs.
 
-        The END of a hang frees the other members. One of them may get the error of its collective, and end the
-        generation by itself, before the END reaches it. It then reports after READY, where it waits for the END.
+        The END of a hang frees the other members. One of them may end the generation by itself, because of the error of
+        its collective, before the END reaches it. It then reports after READY, where it waits for the END.
         """
         end = self._last_end()
         if end is not None and end.hang and not self._has_reported_hang:
@@ -361,13 +351,13 @@ class Sentinel:
         line = "" if text else tracebacks.line_of(stack)
         self.send(messages.CollectivesReport(generation, entered, where[-_LONGEST_STACK:], line))
 
-    def _cut(self, generation: int, context: Severable) -> None:
+    def _cut(self, generation: int, context: Context) -> None:
         """Cut from Python, on a separate thread, from the end of the generation until it has been left."""
         while self._native.wait_end(generation):
             context.sever()
             time.sleep(_SWEEP_INTERVAL_S)
 
-    def _watch(self, generation: int, context: Severable) -> None:
+    def _watch(self, generation: int, context: Context) -> None:
         """End the generation, on a separate thread, when its backend has found a failure that nobody else sees."""
         while not self._has_left.wait(_WATCH_INTERVAL_S) and not self.has_ended(generation):
             if failure := context.own_failure():
@@ -396,8 +386,8 @@ class Sentinel:
     def tick(self) -> None:
         """End a tick. This costs one atomic operation unless a hold or an end is pending.
 
-        Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over.
-        If the script catches either of them, and ends another tick, that one raises it again, and does not count.
+        Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over;
+        at each later tick again, if the script catches that.
         """
         self.check_ticks()
         self._ticked_at = time.monotonic()
@@ -452,9 +442,8 @@ class Sentinel:
 
     def is_own_error(self, error: str) -> bool:
         """Request the verdict on this worker's exception. Return True for an own error, False for a broken world."""
-        generation = self.generation
-        self.send(messages.GenerationFailure(generation, False, error))
-        return self._native.wait_verdict(generation)
+        self.send(messages.GenerationFailure(self.generation, False, error))
+        return self._native.wait_verdict(self.generation)
 
     def report_failure(self, error: str) -> None:
         """End the present generation and report its failure, if it has not ended already."""
@@ -468,10 +457,9 @@ class Sentinel:
 
     def wait_in_gate(self) -> None:
         """Wait in the exit gate for all members. Raises CollectiveError if the generation ends before that."""
-        generation = self.generation
         self._native.set_place(Place.GATE)
-        self.send(messages.Gate(generation, self._page.commit_s))
-        if not self._native.wait_gate(generation):
+        self.send(messages.Gate(self.generation, self._page.commit_s))
+        if not self._native.wait_gate(self.generation):
             raise CollectiveError(self.cause)
 
     def leave(self) -> None:
@@ -496,15 +484,13 @@ _started: weakref.WeakSet[Sentinel] = weakref.WeakSet()
 
 def _in_child() -> None:
     for sentinel in list(_started):
-        sentinel.detach_forked()
+        sentinel._detach_forked()
     _started.clear()
 
 
-def _ignore_signals(reference: weakref.ref[Sentinel]) -> None:
-    """Ignore the signals while the interpreter ends, which would give them their usual effect back."""
-    sentinel = reference()
-    if sentinel is not None:
-        sentinel.ignore_signals()
+def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (method := reference()) is not None:
+        method()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -188,9 +188,7 @@ class WorkerSession(Session):
 class LastWorldSession(Session):
     """Session of a function that is called in the last world, after the exit gate: the job's account is closed.
 
-    Args:
-        of: the session of the last world.
-        number: 1 for the first such function, 2 for the second, ...
+    ``of``: the session of the last world. ``number``: 1 for the first such function, 2 for the second, ...
     """
 
     def __init__(self, of: WorkerSession, number: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from elasticstate.state.reshard import copy_ranges
 class AgentStorage:
     """The two buffers of a slot (see :class:`elasticstate.state.snapshot.CommitStorage`).
 
-    ``get`` requests the files from the agent. ``ask`` sends another request and returns the answer. Raises what ``get``
-    raises.
+    ``get`` requests the files from the agent. ``ask`` sends another request and returns the answer.
     """
 
     def __init__(
@@ -78,12 +78,8 @@ def open_peer(
     return PeerStorage(number, owner_of(number), storage.key, page, buffers)
 
 
-# --------------------------------------------------------------------------------------------------------- local copies
-# Copies that the worker's own host keeps: their bytes are read from the memory of the host, without its server.
-
-
 class LocalReplicas:
-    """Reader of all copies (see state.reshard.CopyReader). ``close`` also closes the client.
+    """Reader of all copies (see state.reshard.CopyReader): of those that its own host keeps from the host's memory.
 
     The copy server verifies a copy when it is opened. Only then this reader maps the file, and only if the file has the
     content that was opened. From then on, the agent does not use that file for another copy.
@@ -125,11 +121,9 @@ class LocalReplicas:
 
     def _map(self, copy: CopyOf) -> Any:
         """Return the mapped copy; None if this host has none of this content, or its agent is gone."""
-        sealed = self._opened[copy]
-        try:
+        sealed, found = self._opened[copy], None
+        with suppress(OSError):
             found = self._share(copy.slot, copy.commit)
-        except OSError:
-            return None
         if found is None:
             return None
         fd, content = found

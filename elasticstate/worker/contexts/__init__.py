@@ -90,10 +90,8 @@ class Context(ABC):
         """
 
     def own_failure(self) -> str:
-        """Return the failure that the backend has found by itself, in words; "" if it has found none, or has no means.
-
-        Any thread may call it, each second, where ``severs_in_python`` is true. "" after ``destroy`` has begun.
-        """
+        """Return the failure that the backend has found by itself, in words; "" if it has found none, or has no means,
+        and after ``destroy`` has begun. Any thread may call it, each second, where ``severs_in_python`` is true."""
         return ""
 
     @abstractmethod
@@ -125,7 +123,7 @@ class Context(ABC):
     def retire(self) -> Callable[[], None]:
         """Take the groups of a generation out of use that all members have left by plan, so that nothing is in flight.
 
-        Return the function that destroys what remains: it may run on another thread, beside the next generation.
+        Return the function that destroys what remains, on any thread, beside the next generation.
         """
         self.destroy()
         return lambda: None
@@ -177,11 +175,10 @@ class TorchGroups:
     """The groups that torch creates in one generation, from ``create`` to ``destroy``. Main thread only.
 
     These are the default group and those of user code's ``new_group``, ``split_group`` and ``DeviceMesh``. They get the
-    world's timeout.
+    world's timeout. ``begin(size)`` is called before the creation of a group (False stops it), ``end()`` afterwards.
     """
 
     def __init__(self, begin: Callable[[int], bool], end: Callable[[], None]) -> None:
-        """Set the callbacks: ``begin(size)`` before the creation of a group (False stops it), ``end()`` afterwards."""
         self._begin = begin
         self._end = end
         self._timeout = timedelta()
@@ -278,21 +275,12 @@ def _has_ended(wrapper: DistributedDataParallel) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return True if ``error`` means that the process which raised it can never use the device again.
-
-    torch stores CUDA's error number in the exception.
-    """
-    accelerator_error = getattr(torch, "AcceleratorError", None)  # since torch 2.8
-    if accelerator_error is None or not isinstance(error, accelerator_error):
-        return False
-    return getattr(error, "error_code", None) in _LASTING
+    """Return True if ``error`` means that the process which raised it can never use the device again."""
+    return isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) in _LASTING
 
 
 def answers(scratch: torch.Tensor, device: torch.device, timeout: timedelta) -> bool:
-    """Return True if a kernel on ``device`` completes in time, False if it fails or hangs.
-
-    The kernel changes ``scratch``, a tensor there.
-    """
+    """Return True if a kernel that changes ``scratch``, a tensor on ``device``, completes in time."""
 
     def probe() -> None:
         scratch.add_(1)

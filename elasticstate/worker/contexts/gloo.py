@@ -52,11 +52,7 @@ class GlooGroups:
         return group
 
     def be_quiet(self) -> None:
-        """Wait until no operation is running, including the cleanup of failed operations.
-
-        That cleanup takes the GIL on a thread of the group. The code that drops the last reference to the group waits
-        for that thread, and may hold the GIL, as DDP's does: a deadlock in torch 2.13.
-        """
+        """Wait until no operation is running, including the cleanup of failed operations: see gloo_rest.py."""
         begun = time.monotonic()
         while self.sockets.busy() and (waited_s := time.monotonic() - begun) < _QUIET_TIMEOUT_S:
             if waited_s > _CUT_AFTER_S:

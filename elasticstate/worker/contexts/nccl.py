@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,61 +40,50 @@ from elasticstate.worker.script import exit_for_replacement
 # https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 
-class Setting(NamedTuple):
-    """A variable, its required value, and the effect of other values."""
-
-    names: tuple[str, ...]  # current name first, older names last
-    value: str
-    otherwise: str
-
-
-_SETTINGS = (
+# Names of a variable (the current one first), its required value, and the effect of other values.
+_SETTINGS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     # Watchdog::runLoop() passes each failed or overdue operation to handleException(). With 1 and 3 (the default) that
     # throws on the watchdog's thread and so ends the process; with 2 it aborts in parallel to elasticstate. With 0 it
     # does nothing: the sentinel ends generations.
-    Setting(
+    (
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         "0",
         "torch's watchdog handles a failed collective, in most cases by ending the process",
     ),
     # Watchdog::run() rethrows the errors of its event queries (a CUDA error, an aborted communicator) on its own
     # thread, where nothing catches them: std::terminate().
-    Setting(
-        ("TORCH_NCCL_RETHROW_CUDA_ERRORS",),
-        "0",
-        "torch's watchdog ends the process after a CUDA error",
-    ),
+    (("TORCH_NCCL_RETHROW_CUDA_ERRORS",), "0", "torch's watchdog ends the process after a CUDA error"),
     # HeartbeatMonitor::runLoop() calls std::abort() when the watchdog stops for a while, for example during a long
     # abort or while the process is stopped. --heartbeat-timeout and --hang-timeout cover these cases.
-    Setting(
+    (
         ("TORCH_NCCL_ENABLE_MONITORING",),
         "0",
         "torch's heartbeat monitor ends the process when the watchdog makes no progress",
     ),
     # The source announces that the switch above will be removed. After that, a timeout of one day must suffice. (More
     # than 24 days, in milliseconds, do not fit into torch's int.)
-    Setting(
+    (
         ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",),
         "86400",
         "torch's heartbeat monitor may end the process when the watchdog makes no progress for so many seconds",
     ),
     # With 1 (the default) the monitor asks the store of the default group every second for dump requests of other
     # ranks. The store of an ended generation is cut.
-    Setting(
+    (
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",),
         "0",
         "torch's heartbeat monitor keeps sending requests to the store of a generation that has ended",
     ),
     # Watchdog::runLoop() sleeps for four times this value (15 s) after it finds a failed operation, so that other ranks
     # can write their dumps. Destroying the group joins the watchdog, and would wait as long.
-    Setting(
+    (
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
         "0",
         "each failure may delay the recovery by four times as many milliseconds",
     ),
     # Aborted communicators keep their multicast memory (https://github.com/NVIDIA/nccl/issues/2117). Programs that use
     # NVIDIA's in-process restart set it, too. It costs bandwidth on machines with NVSwitch.
-    Setting(
+    (
         ("NCCL_NVLS_ENABLE",),
         "0",
         "NVLink SHARP keeps memory of aborted communicators, so each failure costs memory",
@@ -102,7 +91,7 @@ _SETTINGS = (
     # Seen on an H100 with torch 2.11 and NCCL 2.28.9. torch takes the answer "in progress" of a non-blocking
     # communicator for an error in all_to_all_single(). And an abort while the first collective connects leaves the
     # caller of the collective waiting. Some versions of torch choose 1 by themselves.
-    Setting(
+    (
         ("TORCH_NCCL_USE_COMM_NONBLOCKING",),
         "0",
         "all_to_all raises 'NCCL operation in progress', and a worker may hang after a failure",
@@ -113,14 +102,11 @@ _SETTINGS = (
 def apply_settings() -> list[str]:
     """Set the variables that the user has not set. Keep the user's other values, and return a warning for each."""
     warnings = []
-    for setting in _SETTINGS:
-        given = set_unless_given(setting.value, *setting.names)
-        if given is not None:
+    for names, required, effect in _SETTINGS:
+        if (given := set_unless_given(required, *names)) is not None:
             name, value = given
-            warnings.append(
-                f"{name}={value} in the environment: {setting.otherwise}. Unset the variable, or set it to "
-                f"{setting.value}."
-            )
+            remedy = f"Unset the variable, or set it to {required}."
+            warnings.append(f"{name}={value} in the environment: {effect}. {remedy}")
     return warnings
 
 
@@ -185,10 +171,7 @@ class NcclBackend:
         process_groups.require_group_parts()
         count_failed_collectives()
         version = nccl_version()
-        for warning in [
-            *require_usable(self.name, version),
-            *apply_settings(),
-        ]:
+        for warning in [*require_usable(self.name, version), *apply_settings()]:
             logger.warning(warning)
         addresses.use_for_gloo(environment.local_address)
         addresses.use_for_nccl(environment.local_address)
@@ -319,12 +302,8 @@ class NcclContext(GlooContext):
         self.sockets.forget()
 
     def _be_through_together(self) -> None:
-        """Wait, for a limited time, until no member is inside an operation.
-
-        The last bytes of an operation that has ended here may still be in transit, and an abort cancels them. A member
-        that leaves alone waits until the timeout. torch's own shutdown is not used: aborting a communicator during that
-        shutdown is not safe.
-        """
+        """Wait, for a limited time, until no member is inside an operation: an abort would cancel the last bytes of one
+        that has ended here. torch's own shutdown is not used: aborting a communicator during it is not safe."""
         cpu = process_groups.part_for(dist.group.WORLD, _CPU)
         is_late = threading.Event()
 
@@ -356,12 +335,8 @@ class NcclContext(GlooContext):
         return Fault.GENERATION if is_of_nccl2 or isinstance(error, dist.DistError) else Fault.UNKNOWN
 
     def usable(self) -> bool:
-        """Return True if the device still runs a kernel.
-
-        An error that poisons a CUDA context shows at the next CUDA call, even if it was reported under another name
-        before (by NCCL as "unhandled cuda error", for example). The communicators are aborted at the same time, so
-        their kernels end.
-        """
+        """Return True if the device still runs a kernel: an error that poisons a CUDA context shows at the next CUDA
+        call. The communicators are aborted at the same time, so their kernels end."""
         if self._scratch is None or self._rendezvous is None:
             return True
         return answers(self._scratch, self._device, self._rendezvous.init_timeout)
@@ -388,14 +363,12 @@ class NcclContext(GlooContext):
             exit_for_replacement(f"NCCL has waited {_ABORT_TIMEOUT_S:g} s for a lost member while it made a group")
 
     def _abort(self, on_late_abort: Callable[[str], object]) -> bool:
-        """Abort all communicators, each once. Return True if that has ended in time.
-
-        No new ones can appear, because the store is cut.
+        """Abort all communicators, each once. Return True if that has ended in time. No new ones appear: the store is
+        cut.
 
         All groups are aborted at the same time, each on its own thread: an abort waits for the device, on which another
         group's kernel may hang (https://github.com/pytorch/pytorch/issues/119797). torch's ``_abort_process_group``
-        wraps the aborts in ncclGroupStart and ncclGroupEnd, but each group aborts on another thread, where these have
-        no effect. It also removes the groups while the main thread uses them.
+        also removes the groups while the main thread uses them.
         """
         with self._lock:
             if self._rendezvous is None:
@@ -430,11 +403,8 @@ class NcclContext(GlooContext):
         return self._failure
 
     def broken(self) -> bool:
-        """Return True if this process has cut the generation, a pair of the Gloo part has lost its connection, or NCCL
-        has found a failure.
-
-        A dead process loses its Gloo connections.
-        """
+        """Return True if this process has cut the generation, a pair of the Gloo part has lost its connection (as one
+        of a dead process), or NCCL has found a failure."""
         return self._severed or self.sockets.broken() or bool(self.own_failure())
 
 

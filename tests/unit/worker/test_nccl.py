@@ -27,7 +27,7 @@ from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 DEVICE = torch.device("cuda", 0)
-NAMES = [name for setting in nccl._SETTINGS for name in setting.names]
+NAMES = [name for names, _, _ in nccl._SETTINGS for name in names]
 
 
 @pytest.fixture

@@ -42,9 +42,7 @@ def test_a_part_can_be_aborted_with_a_limit_and_asked_for_errors(part: str) -> N
     assert "get_error" in methods or VERSION < (2, 7)
 
 
-@pytest.mark.parametrize(
-    "name", [setting.names[0] for setting in nccl._SETTINGS if setting.names[0].startswith("TORCH_NCCL_")]
-)
+@pytest.mark.parametrize("name", [names[0] for names, _, _ in nccl._SETTINGS if names[0].startswith("TORCH_NCCL_")])
 def test_torch_reads_the_environment_variable(name: str) -> None:
     assert contains(name)
     assert not contains(f"{name}_OF_NOBODY"), "the search itself"
