@@ -1,9 +1,7 @@
 """Errors as a user sees them: their tracebacks, their chains, and the file that a worker leaves for its agent.
 
-Tracebacks of errors that a script has caused have the lines of the script.
-
-The message of a wrong use names the problem and the remedy. The frames of this package only hide the message. In an
-error of the script's own function they only show that ``run`` has called it.
+Tracebacks of errors that a script has caused have the lines of the script alone: the frames of this package only hide
+the message of a wrong use, and in an error of the script's own function only show that ``run`` has called it.
 """
 
 from __future__ import annotations

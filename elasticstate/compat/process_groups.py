@@ -56,21 +56,18 @@ def replace_group_creation(creator: GroupCreator) -> Callable[[], None]:
     Raises UsageError if this torch creates groups in another way.
     """
     helper = _required(distributed_c10d, "_new_process_group_helper", "register the process groups of a world")
-    split: Any = getattr(dist.ProcessGroup, "split_group", None)
+    split: Any = dist.ProcessGroup.split_group
+
+    def split_by_creator(group: Any, ranks: Any, *more: Any, **kwargs: Any) -> Any:
+        named = dict(zip(_SPLIT_ARGUMENTS, more, strict=False))
+        return creator(split, len(ranks), (group, ranks), named | kwargs)
+
     distributed_c10d._new_process_group_helper = lambda *args, **kwargs: creator(helper, args[0], args, kwargs)
-    if split is not None:  # must be a function, and no other callable, to work as a method
-        _set(
-            dist.ProcessGroup,
-            "split_group",
-            lambda p, ranks, *more, **kwargs: creator(
-                split, len(ranks), (p, ranks), dict(zip(_SPLIT_ARGUMENTS, more, strict=False)) | kwargs
-            ),
-        )
+    _set(dist.ProcessGroup, "split_group", split_by_creator)
 
     def restore() -> None:
         distributed_c10d._new_process_group_helper = helper
-        if split is not None:
-            _set(dist.ProcessGroup, "split_group", split)
+        _set(dist.ProcessGroup, "split_group", split)
 
     return restore
 

@@ -188,23 +188,21 @@ class CopyOutcome(Enum):
     FAILED = auto()  # the device raised an error
 
 
+@dataclass(slots=True)
 class Content:
     """The bytes of a commit to seal, and their checksum up to some offset."""
 
-    def __init__(
-        self, memory: torch.Tensor, begin: int, found: int, places: tuple[Pieces, Checksums] | None = None
-    ) -> None:
-        """``memory``: ``uint8[n]``, on the CPU. ``begin``: offset where the checksum starts. ``found``: CRC-32C of the
-        bytes before. ``places``: of the values, and the array for their checksums."""
-        self.memory, self.at, self.checksum = memory, begin, found
-        self._places = places
+    memory: torch.Tensor  # uint8[n], on the CPU
+    at: int  # offset where the checksum continues
+    checksum: int  # CRC-32C of the bytes before
+    places: tuple[Pieces, Checksums] | None  # of the values, and the array for their checksums
 
     def add(self, end: int) -> None:
         """Continue the checksum by the bytes before ``end``."""
-        if self._places is None:
+        if self.places is None:
             self.checksum = checksum(self.memory, self.at, end, self.checksum)
         else:
-            self.checksum = gather_each(self.memory, self._places[0], self.at, end, self._places[1], self.checksum)
+            self.checksum = gather_each(self.memory, self.places[0], self.at, end, self.places[1], self.checksum)
         self.at = end
 
 
@@ -317,7 +315,9 @@ class Copy:
             self._optimizer_owned_marks = {stream: stream.mark() for stream in _streams(optimizer_owned)}
             marks += self._copy(last, sources)
         except BaseException:
-            self._drain(_streams(items))
+            for copy_stream in _streams(items):  # wait until no copy can write into the buffer any more
+                with contextlib.suppress(Exception):  # a lost device writes nothing
+                    copy_stream.mark().wait()
             raise
         self._ends = sorted(marks, key=lambda pair: pair[0])
 
@@ -327,12 +327,6 @@ class Copy:
             copy_stream.copy([item.place for item in chunk], [sources[id(item)] for item in chunk])
             mark = copy_stream.mark()
             yield from ((item.end, mark) for item in chunk)
-
-    def _drain(self, copy_streams: Iterable[CopyStream]) -> None:
-        """Wait until no copy can write into the buffer any more."""
-        for copy_stream in copy_streams:
-            with contextlib.suppress(Exception):  # a lost device writes nothing
-                copy_stream.mark().wait()
 
     # -------------------------------------------------------------------------------------------- the copy's own thread
 

@@ -1,9 +1,8 @@
 """Attached values: modules, optimizers and other objects of one world, whose tensors may be shards.
 
-A commit has the local tensors of this worker, without any collective: not by ``state_dict()``, because that of FSDP2
-makes a model whole again in the middle of a forward pass. The names are those of the parameters:
-``model.layers.0.weight``, ``optimizer.state.model.layers.0.weight.exp_avg``. Everything else is the same on all workers
-and lies in the commit as trees (see values.py).
+A commit has the local tensors of this worker, without any collective (not by ``state_dict()``: that of FSDP2 makes a
+model whole again), named by the parameters: ``optimizer.state.model.layers.0.weight.exp_avg``. Everything else is the
+same on all workers and lies in the commit as trees (see values.py).
 """
 
 from __future__ import annotations
@@ -200,14 +199,10 @@ def _load(
 
 
 class AttachedValues:
-    """The attached values of one world.
+    """The attached values of one world, by name: modules, optimizers and other objects with ``state_dict()``.
 
-    Args:
-        values: name → module, optimizer or other object with ``state_dict()``.
-
-    Raises:
-        UsageError: a value has no ``state_dict()``.
-        StateError: a tensor is on the meta device, or has placements that cannot be described.
+    Raises UsageError if a value has no ``state_dict()``; StateError if a tensor is on the meta device, or has
+    placements that cannot be described.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -279,8 +274,8 @@ class AttachedValues:
     def spread(self, session: Session) -> None:
         """Give all replicas of a tensor, or of a part of it, the content of the lowest rank that has it.
 
-        All ranks of the world call it. Replicas are found by their places, because a mesh need not contain all of them:
-        with tensor parallelism, a parameter that is not parallel is sharded on the other dimension alone.
+        All ranks call it. Replicas are found by their places, because a mesh need not contain all of them: with tensor
+        parallelism, a parameter that is not parallel is sharded on the other dimension alone.
         """
         pieces = {name: piece_of(name, tensor) for name, tensor in self._tensors()}
         places = {name: digest_of([(name, piece)]) for name, piece in pieces.items() if piece.local.numel()}

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -91,12 +91,13 @@ def _children(value: Any) -> list[Any]:
     if isinstance(value, weakref.ref):
         return [value()]
     if isinstance(value, FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        return [cell.cell_contents for cell in value.__closure__ or () if not is_empty(cell)]
     slots = [getattr(value, name, 0) for name in getattr(type(value), "__slots__", ()) if name != "__dict__"]
     return [*vars(value).values(), *slots, *_globals_of(value)] if hasattr(value, "__dict__") else slots
 
 
-def _is_empty(cell: Any) -> bool:
+def is_empty(cell: CellType) -> bool:
+    """Return True for a variable of an enclosing function that is not assigned yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

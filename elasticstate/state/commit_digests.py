@@ -55,11 +55,18 @@ class Compared(NamedTuple):
     selection: Selection
 
     def digest(self) -> int:
-        return _number(_of_commit(self.tick, self.checksums, self.selection))
+        found = hashlib.blake2b(self.selection.forms + self.tick.to_bytes(8, "little"), digest_size=8)
+        found.update(self.checksums.data)
+        return _number(found)
 
 
 class CommitDigests:
-    """Chain of digests of one generation, and the checksums of its last commits."""
+    """Chain of digests of one generation, and the checksums of its last commits.
+
+    ``send``: sends a digest: the tick after which its chain begins, its own tick, and the digest. ``sends_each``: send
+    that of each commit alone, at once. ``interval_s``: the longest time between two that are sent, if commits are
+    frequent; the shortest is half of it.
+    """
 
     def __init__(
         self,
@@ -69,16 +76,9 @@ class CommitDigests:
         sends_each: bool = False,
         interval_s: float = 1.0,
     ) -> None:
-        """``send``: sends a digest: the tick after which its chain begins, its own tick, and the digest.
-
-        ``sends_each``: send that of each commit alone, at once. ``interval_s``: the longest time between two that are
-        sent, if commits are frequent; the shortest is half of it.
-        """
         self.generation = generation
-        self._sends_each = sends_each
-        self._send = send
-        self._clock = clock
-        self._interval_s = interval_s
+        self._sends_each, self._send = sends_each, send
+        self._clock, self._interval_s = clock, interval_s
         self._start = self._tick = self._sent = 0
         self._chain = hashlib.blake2b(digest_size=8)
         self._stride = 1
@@ -175,12 +175,6 @@ def select(
 def decode_question(generation: int, tick: int, both: int) -> tuple[int, DigestQuestion]:
     """Return the generation of a question on the control page, and the question."""
     return generation, DigestQuestion(tick, both >> 32, both & 0xFFFFFFFF)
-
-
-def _of_commit(tick: int, checksums: Checksums, selection: Selection) -> hashlib.blake2b:
-    found = hashlib.blake2b(selection.forms + tick.to_bytes(8, "little"), digest_size=8)
-    found.update(checksums.data)
-    return found
 
 
 def _number(digest: hashlib.blake2b) -> int:

@@ -71,16 +71,12 @@ class Comparable(Protocol):
 def check(
     snapshot: Comparable, channel: Channel, rank: int, exclusions: Exclusions, difference: str | None = None
 ) -> None:
-    """Compare the newest commits of all ranks, except ``exclusions``. All ranks call it at the same time.
+    """Compare the newest commits of all ranks, except ``exclusions``, by one collective over five numbers of each rank.
 
-    ``difference``: text for the message; None: that of different commits.
+    If these differ, rank 0 sends the checksum of each tensor and object to the others, and each rank reports its
+    differences to all. ``difference``: text for the message; None: that of different commits.
 
-    It runs one collective over five numbers of each rank. If these differ, rank 0 sends the checksum of each tensor and
-    object to the others, and each rank reports its differences to all.
-
-    Raises:
-        StateDivergedError: the ranks differ. All ranks raise it, with the same message.
-        StateError: no rank has a commit.
+    Raises StateDivergedError, with the same message on all ranks; StateError if no rank has a commit.
     """
     if rank == 0:
         exclusions.announce()
@@ -96,7 +92,9 @@ def check(
     if all(row == rows[0] for row in rows):
         return
     mine = {name: value for name, value in _fingerprints(snapshot).items() if name not in exclusions}
-    theirs = _from_rank_0(channel, rank, mine)
+    if rank == 0:
+        channel.send(msgspec.msgpack.encode(mine))
+    theirs = mine if rank == 0 else msgspec.msgpack.decode(channel.receive(), type=dict[str, str])
     others = {name: mine.get(name, "") for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)}
     first = dict(list(others.items())[:MAX_NAMES])
     messages = channel.messages_of_all(msgspec.msgpack.encode((len(others), first)))
@@ -104,13 +102,6 @@ def check(
     if any(count for count, _ in reports):
         difference = difference or f"Ranks committed different values as {commits[0]}"
         raise StateDivergedError(_text(difference, [names for _, names in reports], max(n for n, _ in reports)))
-
-
-def _from_rank_0(channel: Channel, rank: int, mine: dict[str, str]) -> dict[str, str]:
-    if rank == 0:
-        channel.send(msgspec.msgpack.encode(mine))
-        return mine
-    return msgspec.msgpack.decode(channel.receive(), type=dict[str, str])
 
 
 def _text(difference: str, reports: list[dict[str, str]], count: int) -> str:
@@ -166,16 +157,12 @@ def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
 def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds, has_commit: bool) -> dict[int, str]:
     """Compare the value names of the root with those of the ranks that get its state, before anything is sent.
 
-    Return the text of the error for each rank that cannot take part in the sync. All ``ranks`` return the same. If only
-    other ranks cannot, a rank continues: the sync or the training then fails with the generation.
-
-    These are all ``ranks`` if the root has no commit: then the job has not trained yet. In a running job, these are
-    the ranks that differ from the root, because the error of a newcomer must not end the other workers.
-
-    If all ranks are equal, this takes one small collective.
+    Return the text of the error for each rank that cannot take part in the sync, the same on all ``ranks``: these are
+    all of them if the root has no commit, as the job has not trained yet; in a running job the ranks that differ from
+    the root, because the error of a newcomer must not end the other workers.
 
     Args:
-        channel: of ``ranks``, which are ascending.
+        channel: of ``ranks``, which are ascending. If all are equal, it has one small collective.
         kinds: those of this rank.
         has_commit: True if this rank holds a commit. Only the root's answer counts.
     """
@@ -210,9 +197,9 @@ def _differences(expected: Kinds, found: Kinds, root: int, is_running: bool) -> 
     opposite is a difference, as a plain value cannot load the state of an object.
     """
     if lacking := [name for name in expected if name not in found]:
-        yield f"{{who}} {{lack}} {_quoted(lacking)}, which rank {root} has"
+        yield f"{{who}} {{lack}} {listed(map(repr, lacking))}, which rank {root} has"
     if surplus := [name for name in found if name not in expected]:
-        yield f"{{who}} {{have}} {_quoted(surplus)}, which rank {root} lacks"
+        yield f"{{who}} {{have}} {listed(map(repr, surplus))}, which rank {root} lacks"
     for name in expected:
         if name in found and found[name] != expected[name] and (expected[name] or not is_running):
             yield f"{name!r} is {_kind(found[name])} on {{who}}, and {_kind(expected[name])} on rank {root}"
@@ -222,10 +209,6 @@ def _on_ranks(difference: str, ranks: list[int]) -> str:
     if len(ranks) == 1:
         return difference.format(who=f"rank {ranks[0]}", lack="lacks", have="has")
     return difference.format(who=f"ranks {listed(map(str, ranks))}", lack="lack", have="have")
-
-
-def _quoted(names: list[str]) -> str:
-    return listed(map(repr, names))
 
 
 def _kind(has_state_dict: bool) -> str:

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from elasticstate.log import logger
-from elasticstate.state.base import State
+from elasticstate.state.base import State, is_empty
 from elasticstate.state.values import ANEW, belongs_to_a_world
 from elasticstate.tracebacks import is_of_the_script
 
@@ -231,9 +231,8 @@ def _counts(train: Callable[..., object], kept: Container[int]) -> Iterator[_Cou
     for function in [*_functions_of(train), *functions]:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name in _counted_by(function.__code__):
-            count = _Count(name, functools.partial(function.__globals__.get, name))
-            if name in cells:
-                count = _Count(name, functools.partial(_of_cell, cells[name]))
+            read = functools.partial(_variable, cells.get(name), function.__globals__, name)
+            count = _Count(name, read)
             if count.value() is not None:
                 found.setdefault(name, count)
     yield from found.values()
@@ -246,10 +245,11 @@ def _attribute(owner: weakref.ref[Any], key: str) -> object:
     return _vars(owner()).get(key)
 
 
-def _of_cell(cell: CellType) -> object:
-    with suppress(ValueError):  # empty
-        return cell.cell_contents
-    return None
+def _variable(cell: CellType | None, values: Mapping[str, object], name: str) -> object:
+    """Return the value of a variable of an enclosing function, or of a global one."""
+    if cell is None:
+        return values.get(name)
+    return None if is_empty(cell) else cell.cell_contents
 
 
 @functools.lru_cache(256)
@@ -381,9 +381,8 @@ def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
             return
     function = _innermost(call)
     yield from zip(function.__code__.co_varnames, arguments, strict=False)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a variable that is not assigned yet
-            yield name, cell.cell_contents
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in cells if not is_empty(cell))
     yield from list(function.__globals__.items())
 
 

@@ -1,7 +1,6 @@
 """State of a module, in a commit: parameters, all buffers, the extra state of its parts, and their modes.
 
-Modes are ``training`` of each module and ``requires_grad`` of each parameter and buffer: a failure interrupts code that
-changes them for a while, such as a validation, at any place.
+Modes are ``training`` of each module and ``requires_grad`` of each parameter and buffer.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ class Walk:
     """All tensors of a module by name, found in one walk. ``named_parameters`` and similar methods would take three.
 
     The names are those without ``torch.compile``: a checkpoint of a compiled module loads into one that is not, and
-    the other way round.
-
-    Args:
-        parameters_at: what the names of parameters begin with.
-        buffers_at: the same for buffers.
+    the other way round. ``parameters_at``, ``buffers_at``: what the names begin with.
     """
 
     def __init__(self, module: torch.nn.Module, parameters_at: str, buffers_at: str) -> None:
@@ -207,11 +202,8 @@ def modes(walk: Walk, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def load_modes(module: torch.nn.Module, walk: Walk, parameters: Mapping[str, torch.Tensor], tree: Any) -> None:
-    """Give a module the modes of the commit. No ``train()`` is called: a class may override it.
-
-    A commit of an older version has none.
-    """
-    if "evaluating" not in tree:
+    """Give a module the modes of the commit. No ``train()`` is called: a class may override it."""
+    if "evaluating" not in tree:  # a commit of an older version
         return
     evaluating, frozen, at = set(tree["evaluating"]), set(tree["frozen"]), len(walk.parameters_at)
     for path, part in parts_of(module):
@@ -335,9 +327,8 @@ def home_of(module: torch.nn.Module, device_type: str) -> torch.device:
 def running_statistics(name: str, module: torch.nn.Module) -> Iterator[str]:
     """Yield the names of the buffers that a forward pass updates from this rank's batch alone.
 
-    DistributedDataParallel broadcasts rank 0's buffers before the pass, so they differ after it.
-    ``num_batches_tracked`` differs where ranks have different numbers of micro-batches. The statistics of SyncBatchNorm
-    cover all ranks, so they are not included.
+    DistributedDataParallel broadcasts rank 0's buffers before the pass, so they differ after it. The statistics of
+    SyncBatchNorm cover all ranks, so they are not included.
     """
     for path, part in parts_of(module, remove_duplicate=False):
         if isinstance(part, NORMS) and not isinstance(part, torch.nn.SyncBatchNorm):

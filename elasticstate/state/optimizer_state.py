@@ -1,8 +1,7 @@
 """State of an optimizer with torch's own ``state_dict`` methods, in a commit; parameter groups of all optimizers.
 
-The parameters of each group have the names that they have in the state's modules. So a commit can be loaded by a
-process that has added no groups yet, or that has them in another order. A parameter of no module of the state has no
-name: its position decides.
+The parameters of each group have the names that they have in the state's modules, so a commit can be loaded by a
+process that has other groups. A parameter of no module of the state has no name: its position decides.
 """
 
 from __future__ import annotations
@@ -163,12 +162,8 @@ def arrange_groups(
 ) -> None:
     """Give the optimizer groups of the named parameters, in this order. Groups that it lacks are added.
 
-    Args:
-        name: that of the optimizer, for errors.
-        parameters: the parameters that have names.
-        settings: of each group. They are loaded afterwards; here a new group gets those that are no tensors.
-
-    Raises StateError if a parameter is not found.
+    ``name``: that of the optimizer, for errors. ``settings``: of each group. They are loaded afterwards; here a new
+    group gets those that are no tensors. Raises StateError if a parameter is not found.
     """
     groups = optimizer.param_groups
     wanted = _find_parameters(name, groups, names, parameters)

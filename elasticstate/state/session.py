@@ -191,14 +191,11 @@ _LENGTH_BYTES = 8
 class Channel:
     """Broadcasts from one rank of a group, and gathers among all of its ranks.
 
-    Args:
-        group: the process group; None is the default group.
-        root: rank within the group that sends.
+    ``group``: the process group; None is the default group. ``root``: rank within the group that sends.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, root: int) -> None:
-        default = dist.group.WORLD
-        chosen = group if group is not None else default
+        chosen = group if group is not None else dist.group.WORLD
         assert chosen is not None, "a generation always has a default process group"
         self._group = chosen
         self._options = dist.BroadcastOptions()

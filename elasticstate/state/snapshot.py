@@ -619,11 +619,10 @@ class LiveValues:
         return {name: (*_form(value), self._checksum(name)) for name, value in self._arrays.items()}, objects
 
     def _checksum(self, name: str) -> int:
-        known = self._checksums.get(name)
-        if known is None:
+        if name not in self._checksums:
             content = _bytes(self._arrays[name])
-            known = self._checksums[name] = checksum(content, 0, len(content))
-        return known
+            self._checksums[name] = checksum(content, 0, len(content))
+        return self._checksums[name]
 
 
 def _form(value: Array) -> tuple[str, tuple[int, ...]]:

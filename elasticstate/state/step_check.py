@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elasticstate._native import checksum
 from elasticstate.compat import dtensors
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
@@ -35,7 +34,7 @@ from elasticstate.state.base import State, committer_of, search
 from elasticstate.state.forgotten import WARNED, Forgotten, are_equal, sample_of
 from elasticstate.state.loader import is_stateful
 from elasticstate.state.optimizer_state import is_plain_optimizer
-from elasticstate.state.values import Captured, Tree, flat_bytes, is_array
+from elasticstate.state.values import Captured, Tree, checksum_of, is_array
 
 _has_warned = False
 
@@ -333,8 +332,8 @@ class _Content:
         for dtype, others in self._tensors.get(local.numel(), {}).items():
             key = local.numel(), dtype
             if key not in self._checksums:
-                self._checksums[key] = set(map(_checksum, others))
-            if _checksum(local.to(dtype)) in self._checksums[key]:
+                self._checksums[key] = set(map(checksum_of, others))
+            if checksum_of(local.to(dtype)) in self._checksums[key]:
                 return True
         return False
 
@@ -388,11 +387,6 @@ def _local(value: Any) -> torch.Tensor:
     """Return an array, or this rank's part of a tensor, as a plain tensor."""
     tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.require(value, requirements="W"))
     return (dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor).detach()
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    content = flat_bytes(tensor.cpu())
-    return checksum(content, 0, len(content))
 
 
 _at_begin: weakref.WeakKeyDictionary[State, frozenset[str]] = weakref.WeakKeyDictionary()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elasticstate._native import Identities, checksum, sample
+from elasticstate._native import Identities, sample
 from elasticstate.compat import modules, torch_tensors
 from elasticstate.compat.modules import state_of
 from elasticstate.compat.torch_tensors import copy_all, exact_versions, quick_versions, requires_grad_of
@@ -29,7 +29,7 @@ from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.module_state import Walk, flag_of, is_usual, parts_of, requires_grad
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
-from elasticstate.state.values import Captured, Moved, Tree, dumps, flat_bytes, flatten, is_array, split_by_kind
+from elasticstate.state.values import Captured, Moved, Tree, checksum_of, dumps, flatten, is_array, split_by_kind
 
 if TYPE_CHECKING:
     from elasticstate.state.base import State
@@ -41,10 +41,8 @@ _training = itemgetter("training")  # of a module's attributes
 
 class QuickCapture:
     """Capture of the values of one state without a walk through modules and optimizers, which takes some microseconds
-    for each tensor. ``make`` returns one from a full capture, if the values allow it.
-
-    As long as the registries of all modules and the states of all optimizers contain the same objects, only the plain
-    values and the modes of modules and parameters are read anew.
+    for each tensor. As long as their registries and states contain the same objects, only the plain values and the
+    modes of modules and parameters are read anew.
     """
 
     def __init__(self, live: Mapping[str, Any], captured: Captured) -> None:
@@ -63,9 +61,7 @@ class QuickCapture:
     def make(cls, live: Mapping[str, Any], names: tuple[str, ...], captured: Captured) -> QuickCapture | None:
         """Return a quick capture; None if a value needs a full capture each time.
 
-        Args:
-            live: the attributes of the state; read again at each capture.
-            captured: a full capture of the present values.
+        ``live``: the attributes of the state; read again at each capture. ``captured``: a full capture of them.
         """
         self = cls(live, captured)
         if not all(self._add(name, live[name]) for name in names):
@@ -222,12 +218,8 @@ class Copies:
 class TickPlan:
     """The kinds of a state's tensors (see above). Valid as long as ``fits`` returns True. Watches the owned ones.
 
-    Args:
-        captured: the live values.
-        owned: ids of the tensors that only an optimizer's ``step`` writes.
-        changing: names of other tensors that were seen to change.
-
-    Raises Unsuitable or NotSupported.
+    ``owned``: ids of the tensors that only an optimizer's ``step`` writes. ``changing``: names of other tensors that
+    were seen to change. Raises Unsuitable or NotSupported.
     """
 
     def __init__(self, captured: Captured, owned: Container[int], changing: Container[str]) -> None:
@@ -291,11 +283,7 @@ class TickPlan:
 
     def checksums(self) -> dict[str, int]:
         """Return the checksums of the summed tensors, of their whole content."""
-        found = {}
-        for name, tensor in self.summed.items():
-            content = flat_bytes(tensor)
-            found[name] = checksum(content, 0, len(content))
-        return found
+        return {name: checksum_of(tensor) for name, tensor in self.summed.items()}
 
     def to_copy(self, before: dict[str, int], now: dict[str, int]) -> list[str]:
         """Return the names of the tensors that changed between two ``checksums``, and that a plan may copy instead."""

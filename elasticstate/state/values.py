@@ -16,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
+from elasticstate._native import checksum
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.layout import Entry, Frame, view
 from elasticstate.state.loader import is_stateful
@@ -164,6 +165,12 @@ def flat_bytes(value: torch.Tensor) -> torch.Tensor:
     return real.reshape(-1).view(torch.uint8)
 
 
+def checksum_of(value: torch.Tensor) -> int:
+    """Return the CRC-32C of the bytes of a dense tensor in C order."""
+    content = flat_bytes(value.cpu())
+    return checksum(content, 0, len(content))
+
+
 def load_value(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
     """Call ``write_into`` for a value by its name, unless ``target`` is loaded already.
 
@@ -303,9 +310,8 @@ class _Boxed:
 
 
 def canonical(value: object) -> bytes | None:
-    """Pickle a value so that the bytes depend on the value alone, not on which parts are the same object.
-
-    Nor do they depend on the order of dicts: torch's optimizers have their keys in another order after a restore.
+    """Pickle a value so that the bytes depend on the value alone, not on which parts are the same object, nor on the
+    order of dicts, which torch's optimizers change in a restore.
 
     None: it cannot be pickled by reference, like lambdas and similar objects.
     """

@@ -10,11 +10,7 @@
                                            exit gate → the code after train(state) → end
 
 After a failure, the last tick becomes a commit before the restore, if the live state is proven to be that of the tick.
-
 READY means: the worker's live state equals its commit. The worker's own exception leaves the loop.
-
-The loop uses a state through its committer, and through the public methods that a subclass may extend: ``restore``,
-``sync``, ``on_reset``.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import error_chain, text_of
 from elasticstate.worker import call_monitor, contexts, script, user_metrics
-from elasticstate.worker.contexts import Backend, Context, Fault, Rendezvous, addresses
+from elasticstate.worker.contexts import Backend, Fault, Rendezvous, addresses
 from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.script import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
@@ -77,16 +73,12 @@ class Regrouper:
         self._environment = environment
         self._sentinel = sentinel
         self._backend = backend
-        self._context = backend.context()
+        self.context = backend.context()
         self._server: TCPStore | None = None  # this worker's own; all members use the one of rank 0
         self._store: Store | None = None
         self._rendezvous: Rendezvous | None = None
         self._retiring: threading.Thread | None = None  # destroys the groups of the last generation
         show_numeric_hosts()
-
-    @property
-    def context(self) -> Context:
-        return self._context
 
     def enter(
         self,
@@ -108,8 +100,8 @@ class Regrouper:
             self._server = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         address = f"{self._environment.local_address}:{self._server.port}"
         view = self._sentinel.ready(address, behind, names, has_shards, meanwhile)
-        self._context = self._backend.context()
-        self._sentinel.enter(view, self._context)
+        self.context = self._backend.context()
+        self._sentinel.enter(view, self.context)
         self._sentinel.check()
         present_world.enter(view)
         if prepare is not None:
@@ -129,7 +121,7 @@ class Regrouper:
             check=self._sentinel.check,
             address=self._environment.local_address,
         )
-        self._context.create(self._rendezvous)
+        self.context.create(self._rendezvous)
         self._sentinel.check()
         self._sentinel.formed()
         return view
@@ -152,10 +144,10 @@ class Regrouper:
         torch_tensors.release_works()
         if by_plan:
             # No daemon: the interpreter must not end while the thread is inside a destructor of torch.
-            self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=False)
+            self._retiring = threading.Thread(target=self.context.retire(), name="elasticstate-retire", daemon=False)
             self._retiring.start()
         else:
-            self._context.destroy(by_plan=is_last)
+            self.context.destroy(by_plan=is_last)
         if isinstance(self._store, TCPStore) and self._store is self._server:
             self._server = None  # its keys belong to this generation, so it cannot be used again
         self._store = self._rendezvous = None
@@ -164,7 +156,7 @@ class Regrouper:
 
     def _connect(self, view: World) -> TCPStore:
         """Connect to the store of rank 0 in short attempts, and check between them whether the generation has ended."""
-        self._context.watch_store(store_address(view))
+        self.context.watch_store(store_address(view))
         if view.rank == 0:
             assert self._server is not None
             self._store = self._server
@@ -651,8 +643,8 @@ class WorkerLoop:
     def _undo_unwinding(self) -> None:
         """Restore the commit of the last tick if the script has changed values while the interrupt left it.
 
-        The commit is sealed on all ranks, and newcomers begin with it. Call it when nothing of the script is left. That
-        takes as long as to read the state, and is done after READY, while other members still leave the last world.
+        That takes as long as to read the state, so it is done after READY, while other members still leave the last
+        world, and when nothing of the script is left.
         """
         if self._committer.begun != self._last_tick or self._session.view.follows is not None:
             return  # saved afterwards
@@ -696,11 +688,9 @@ def _freeze_memory() -> None:
 
 
 def _import_early() -> None:
-    """Import modules that torch would otherwise import within the first generation.
-
-    The first DDP imports ``torch.distributed.nn.functional``. Its default arguments bind the present ``group.WORLD``
-    and would keep generation 1's group forever. The first optimizer step imports torch's compiler.
-    """
+    """Import modules that torch would otherwise import within the first generation: with the first DDP
+    ``torch.distributed.nn.functional``, whose default arguments bind the present ``group.WORLD`` and would keep
+    generation 1's group forever; with the first optimizer step torch's compiler."""
     import torch.distributed.nn.functional
 
     torch.compiler.disable(_freeze_memory)  # type: ignore[no-untyped-call]  # imports the compiler, and does no more

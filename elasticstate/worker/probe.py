@@ -1,13 +1,13 @@
 """Programs of ``--check`` that load torch. They print JSON objects, one per line.
 
-``python -m elasticstate.worker.probe SECONDS`` prints facts about torch. Each object names the next step (``at``) or a
-result. So the objects before it identify a step that crashes or hangs. After SECONDS, the process prints the stacks of
-all threads to stderr and ends.
+``python -m elasticstate.worker.probe SECONDS`` prints facts about torch. Each object names the next step (``at``), so
+that a step that crashes or hangs is known, or a result. After SECONDS, the process prints the stacks of all threads to
+stderr and ends.
 
 ``python -m elasticstate.worker.probe hosts PARAMETERS`` takes part in an all-reduce over Gloo between hosts. The
 parameters are JSON. The process of rank -1 serves the store in which the others meet. Each prints one object with
-``error``, which is empty if all went well, and ``is_cause``, which is False if another process may know the cause of
-the error. A signal ends a process that exceeds the limits below: torch holds the GIL while it connects.
+``error``, "" if all went well, and ``is_cause``, False if another process may know the cause of the error. A signal
+ends a process that exceeds the limits below: torch holds the GIL while it connects.
 """
 
 from __future__ import annotations

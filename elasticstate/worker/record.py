@@ -39,19 +39,11 @@ class ErrorHandler:
         """
         started = worker_environment()
         worker = started.worker if started is not None else None
+        which = {name: getattr(worker, name, None) for name in ("host", "slot", "incarnation")}
         place: dict[str, int | None] = {"rank": None, "generation": None}
         with suppress(NotInWorldError):
             place = {"rank": present_world.rank(), "generation": present_world.generation()}
-        return tracebacks.describe(
-            error,
-            time_ns,
-            host=worker.host if worker is not None else None,
-            slot=worker.slot if worker is not None else None,
-            incarnation=worker.incarnation if worker is not None else None,
-            pid=os.getpid(),
-            tick=tick,
-            **place,
-        )
+        return tracebacks.describe(error, time_ns, **which, pid=os.getpid(), tick=tick, **place)
 
     def record_exception(self, error: BaseException, time_ns: int, tick: int | None = None) -> None:
         """Write the error file, if the agent has set one. Called once, with the exception that leaves the script."""

@@ -67,7 +67,7 @@ ENDS: dict[str, str] = {
     """,
     "work that the device had before: collectives in it are cut, other kernels are the script's (--hang-timeout)": """
         state/async_commit.py Copy._checksum_copied_bytes mark.wait
-        state/async_commit.py Copy._drain copy_stream.mark().wait
+        state/async_commit.py Copy._enqueue copy_stream.mark().wait
         state/async_commit.py Copy.release self._done.wait
         state/async_commit.py Copy.wait self._done.wait
         state/async_commit.py CopyStream.copy_back stream.synchronize

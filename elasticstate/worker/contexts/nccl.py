@@ -231,11 +231,8 @@ class NcclContext(GlooContext):
     # ------------------------------------------------------------------------------------------------------ main thread
 
     def create(self, rendezvous: Rendezvous) -> None:
-        """Create the Gloo part first, which needs all members to arrive.
-
-        NCCL's start cannot be cut. So NCCL only has to wait for members that die in the moment between the two parts:
-        see ``sever``.
-        """
+        """Create the Gloo part first, which needs all members to arrive: NCCL's start cannot be cut. So NCCL only has
+        to wait for members that die in the moment between the two parts (see ``sever``)."""
         assert self._scratch is not None, "prepare() comes first"
         self._create(rendezvous, f"cpu:gloo,cuda:{torch_name(self._backend)}", device_id=self._device)
         part = _nccl_of(dist.group.WORLD)
@@ -385,10 +382,8 @@ class NcclContext(GlooContext):
         return not is_late
 
     def own_failure(self) -> str:
-        """Return what torch's watchdog has found: a network error, or an operation that takes too long.
-
-        The watchdog does nothing else about it: see _SETTINGS. It does not see the creation of a group.
-        """
+        """Return what torch's watchdog has found: a network error, or an operation that takes too long (see _SETTINGS).
+        It does not see the creation of a group."""
         with self._lock:
             rendezvous = self._rendezvous
             if rendezvous is None or self._is_leaving or self._failure:
