@@ -65,13 +65,6 @@ def main_module_runner() -> Callable[[str], object]:
 # Both libraries keep the world in singletons that are created once in a process. There is no public way to clear them.
 
 
-TRAINER_METHODS = ("_init_training_state",)
-"""Methods of ``transformers.Trainer`` that elasticstate overrides: it returns the epoch in which the loop begins."""
-
-TRAINER_ATTRIBUTES = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
-"""Attributes that belong to the position of the loop: sums of losses, and the steps at which the sums begin."""
-
-
 def clear_singletons() -> None:
     """Make Accelerate read rank and size again. Otherwise it continues with those of an earlier world."""
     from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]

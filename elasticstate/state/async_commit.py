@@ -174,10 +174,6 @@ class Item:
     is_optimizer_owned: bool
     counted: torch.Tensor
 
-    @property
-    def size_bytes(self) -> int:
-        return self.place.nbytes
-
 
 class CopyOutcome(Enum):
     """Result of a copy."""
@@ -373,8 +369,8 @@ def _streams(items: list[Item]) -> Iterable[CopyStream]:
 def _spared(items: list[Item], spare_bytes: int) -> Iterator[Item]:
     """Yield the items to copy on the device immediately, most urgent first, as many as fit. Nothing waits for these."""
     for item in sorted(items, key=lambda item: item.is_optimizer_owned):
-        if item.size_bytes <= spare_bytes:
-            spare_bytes -= item.size_bytes
+        if item.place.nbytes <= spare_bytes:
+            spare_bytes -= item.place.nbytes
             yield item
 
 
@@ -382,11 +378,11 @@ def _chunks(items: list[Item]) -> Iterator[tuple[CopyStream, list[Item]]]:
     chunk: list[Item] = []
     size = 0
     for item in items:
-        if chunk and (item.copy_stream is not chunk[0].copy_stream or size + item.size_bytes > CHUNK_BYTES):
+        if chunk and (item.copy_stream is not chunk[0].copy_stream or size + item.place.nbytes > CHUNK_BYTES):
             yield chunk[0].copy_stream, chunk
             chunk, size = [], 0
         chunk.append(item)
-        size += item.size_bytes
+        size += item.place.nbytes
     if chunk:
         yield chunk[0].copy_stream, chunk
 

@@ -23,7 +23,7 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
 from elasticstate.state.layout import unusual_strides
 from elasticstate.state.loader import is_stateful
-from elasticstate.state.module_state import Walk, load_buffers, load_modes, modes
+from elasticstate.state.module_state import Walk, load_buffers, load_modes, rest_of
 from elasticstate.state.optimizer_state import arrange_groups, check_settings, is_plain_optimizer, owned_by
 from elasticstate.state.reshard import CommitCopies, Piece, chunk_of, digest_of, piece_of
 from elasticstate.state.session import Channel, Session, channel_between, channel_of_all
@@ -385,15 +385,9 @@ class AttachedModule:
         values.update(self.parameters)
         values.update(walk.buffers)
         return {
-            **modes(walk, self.parameters),
+            **rest_of(walk, self.parameters, f"{self._name}.extra_state", values),
             "parameters": [name[at:] for name in self.parameters],
             "buffers": {name[at:]: buffer.device.type for name, buffer in walk.buffers.items()},
-            "none": walk.none,
-            "transient": walk.transient,
-            "extra": {
-                path: flatten(part.get_extra_state(), f"{self._name}.extra_state.{path}", values)
-                for part, path in walk.with_extra_state.items()
-            },
         }
 
     def prepare(self, tree: Any, targets: RestoreTargets) -> None:

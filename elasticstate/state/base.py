@@ -347,8 +347,7 @@ class State(Joinable):
             began_at = time.monotonic()
             self._committer.begin()
             self._committer.session.record_commit_time(time.monotonic() - began_at)
-            if self._committer.must_compare:
-                self._committer.compare(self._exclusions)
+            self._committer.compare_once(self._exclusions)
         elif self._committer.session.ticks == 0:  # the job learns that commits will come
             self._committer.session.record_commit_time(_CALL_S)
         self.check_host_updates()

@@ -93,7 +93,8 @@ class Committer:
         self.begun: CommitId | None = None
         """The last commit of a tick that was begun, sealed or not."""
         self.loaded: dict[str, Any] | None = None
-        """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
+        """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name; None
+        while they are not noted."""
         self._digests: CommitDigests | None = None  # of the present world, after its first commit to compare
         self._selected: tuple[Plan, int, Selection | None] | None = None  # with the number of exclusions
         self._announced: CommitId | None = None  # its digest is sent when it is sealed
@@ -157,7 +158,12 @@ class Committer:
         if self.session.view.follows is not None:
             return
         if not self._may_overwrite():
-            self._warn_of_no_commit(commit)
+            self._omitted = commit
+            if self._warned_generation != commit.generation:
+                self._warned_generation = commit.generation
+                logger.warning(
+                    "commit %s is not made, nor those after it until that has changed: %s", commit, _NO_VERDICT
+                )
             return
         self._begin(commit, is_compared=self.session.compares_commits)
         if self.attached is not None:
@@ -221,12 +227,6 @@ class Committer:
             self.settle()
             if self._may_overwrite():
                 self.seal(commit)
-
-    def _warn_of_no_commit(self, commit: CommitId) -> None:
-        self._omitted = commit
-        if self._warned_generation != commit.generation:
-            self._warned_generation = commit.generation
-            logger.warning("commit %s is not made, nor those after it until that has changed: %s", commit, _NO_VERDICT)
 
     def tick(self) -> None:
         """End a tick, after recording a commit whose copy is complete. Raises what ``Session`` raises there.
@@ -519,10 +519,6 @@ class Committer:
         self.must_seal = self.is_behind = False
 
     # -------------------------------------------------------------------------------------------- syncing with a world
-
-    def note_loaded(self) -> None:
-        """Note from now on which states the next restore or sync loads into objects with iterators."""
-        self.loaded = {}
 
     def continue_iterators(self) -> None:
         """Make the iterators of the next call of ``train`` begin at the position of the state: see ``State``."""
@@ -869,17 +865,15 @@ class Committer:
     def _messages_of_all(self, message: bytes) -> list[bytes]:
         return [message] if self.session.view.size == 1 else channel_of_all(self.session).messages_of_all(message)
 
-    @property
-    def must_compare(self) -> bool:
-        """True if the ranks must compare their values at this commit: the first one of a world with followers."""
+    def compare_once(self, exclusions: divergence.Exclusions) -> None:
+        """At the first commit of a world with followers, compare the values of all ranks (see ``check``): a restore
+        makes them those of the keepers."""
         view = self.session.view
-        return bool(view.keepers) and view.size > 1 and self._compared_generation != view.generation
-
-    def compare(self, exclusions: divergence.Exclusions) -> None:
-        """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``."""
+        if not view.keepers or view.size == 1 or self._compared_generation == view.generation:
+            return
         self.check(exclusions)
-        self._compared_generation = self.session.generation
-        if self.session.view.follows is not None and self.snapshot.newest is not None:
+        self._compared_generation = view.generation
+        if view.follows is not None and self.snapshot.newest is not None:
             self.snapshot.forget()  # all keepers hold the state of this world now
             self._record_commits()
 

@@ -40,8 +40,8 @@ class _Candidate(msgspec.Struct, frozen=True):
     manifest: Manifest | None = None
 
 
-def resume(committer: Committer, source: DurableSource) -> None:
-    """Let this world start from the newest intact copy. All ranks call it.
+class Resume:
+    """Start of this world from the newest intact copy. All ranks call ``run``.
 
     A copy of a replicated state becomes the root's live state, as a commit that is older than all of the present
     generation. From one of a sharded state, ``Committer.start_from_line`` and ``attach`` read.
@@ -50,10 +50,7 @@ def resume(committer: Committer, source: DurableSource) -> None:
         StateLostError: there is no intact copy, but the job has committed.
         StateError: the storage cannot be read. A job never begins anew because its storage does not answer.
     """
-    _Resume(committer, source).run()
 
-
-class _Resume:
     def __init__(self, committer: Committer, source: DurableSource) -> None:
         self._committer, self._source = committer, source
         self._session: Session = committer.session

@@ -270,12 +270,8 @@ class InPlace:
 
     def _write_optimizer(self, live: Optimizer, saved: Optimizer) -> None:
         """Keep the parameters: they are in modules, or in no value, as in a newcomer without this optimizer."""
-        pairs = zip(live.param_groups, saved.param_groups, strict=True)
-        kept = {
-            id(other): one
-            for group, copied in pairs
-            for one, other in zip(group["params"], copied["params"], strict=True)
-        }
+        mine, others = ([p for group in each.param_groups for p in group["params"]] for each in (live, saved))
+        kept = dict(zip(map(id, others), mine, strict=True))
         state = {}
         for key, entry in saved.state.items():
             parameter = kept.get(id(key), key)

@@ -204,11 +204,6 @@ class ElasticDataLoader(Position):
         options |= {"batch_sampler": self._batches, "generator": self._random}
         self._loader: DataLoader[Any] = DataLoader(dataset, **options)  # type: ignore[arg-type]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``. Do nothing if it is the present epoch: the loader continues where it was restored."""
-        if epoch != self.epoch:
-            self._go_to(epoch, 0)
-
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the epochs from the present one to ``number - 1``, and begin each epoch before yielding it.
 

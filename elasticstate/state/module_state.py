@@ -119,16 +119,8 @@ def capture_module(name: str, module: torch.nn.Module, values: dict[str, Any]) -
     walk = _walk(name, module)
     values.update(walk.parameters)
     values.update(walk.buffers)
-    return {
-        **modes(walk, walk.parameters),
-        "devices": {path: buffer.device.type for path, buffer in walk.buffers.items() if not buffer.is_cpu},
-        "none": walk.none,
-        "transient": walk.transient,
-        "extra": {
-            path: flatten(part.get_extra_state(), f"{name}.extra.{path}", values)
-            for part, path in walk.with_extra_state.items()
-        },
-    }
+    devices = {path: buffer.device.type for path, buffer in walk.buffers.items() if not buffer.is_cpu}
+    return {**rest_of(walk, walk.parameters, f"{name}.extra", values), "devices": devices}
 
 
 def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured) -> None:
@@ -191,14 +183,26 @@ def require_same_ties(parameters: Mapping[str, torch.Tensor], values: Captured) 
 _TIE = f". Tie the parameters as the worker that committed has{OR_HOOK}."
 
 
-def modes(walk: Walk, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the modes of a module as part of its tree: the paths of all parts in eval mode, the names of parameters
-    that do not require gradients, and those of buffers that do."""
+def rest_of(
+    walk: Walk, parameters: Mapping[str, torch.Tensor], extra_at: str, values: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what belongs to a module besides its tensors: the paths of all parts in eval mode, the names of parameters
+    that do not require gradients, and those of buffers that do, are None, or are not persistent; and the extra states,
+    whose tensors are put into ``values``, with names that begin with ``extra_at``."""
     at = len(walk.parameters_at)
     flags = requires_grad_of(list(parameters.values()))
     frozen = [] if flags.all() else [name[at:] for name, flag in zip(parameters, flags, strict=True) if not flag]
-    trained = [name[len(walk.buffers_at) :] for name, buffer in walk.buffers.items() if requires_grad(buffer)]
-    return {"evaluating": walk.evaluating, "frozen": frozen, "trained": trained}
+    return {
+        "evaluating": walk.evaluating,
+        "frozen": frozen,
+        "trained": [name[len(walk.buffers_at) :] for name, buffer in walk.buffers.items() if requires_grad(buffer)],
+        "none": walk.none,
+        "transient": walk.transient,
+        "extra": {
+            path: flatten(part.get_extra_state(), f"{extra_at}.{path}", values)
+            for part, path in walk.with_extra_state.items()
+        },
+    }
 
 
 def load_modes(module: torch.nn.Module, walk: Walk, parameters: Mapping[str, torch.Tensor], tree: Any) -> None:

@@ -81,20 +81,17 @@ class RepeatCheck:
         self._has_warned = False
         self._caller: CodeType | None = None
         self._last: _Call | None = None
-        self._restored: CommitId | None = None
+        self.restored: CommitId | None = None
+        """The commit with which the next call begins."""
         self._resumed: CommitId | None = None  # in the first call of this process: another process has made it
         self._wait = 0  # ticks until the judgement
         self._before: dict[str, int] | None = None  # the numbers in the state, at the begin of the call
         self._epoch: list[object] = []  # of a plain DataLoader
 
-    def restored(self, commit: CommitId | None) -> None:
-        """Note with which commit the next call begins."""
-        self._restored = commit
-
     def __enter__(self) -> None:
         session, last = self._committer.session, self._last
         self._epoch = []
-        commit, self._resumed = session.view.line or self._restored, None
+        commit, self._resumed = session.view.line or self.restored, None
         if last is not None:
             is_known = commit is not None and commit.generation == last.generation
             if not is_known:
@@ -125,7 +122,7 @@ class RepeatCheck:
                     frames[frame.f_code] = _Place(traceback.tb_lineno, _numbers(frame))
             traceback = traceback.tb_next
         self._last = _Call(frames, session.generation, session.ticks, session.view.rank, session.view.size)
-        self._restored = None
+        self.restored = None
 
     def _after_a_tick(self) -> None:
         self._wait -= 1

@@ -110,6 +110,11 @@ class Position:
         self.seed = state_dict["seed"]
         self._go_to(epoch, consumed, length)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``. Do nothing if it is the present epoch, which continues where it was restored."""
+        if epoch != self.epoch:
+            self._go_to(epoch, 0)
+
     def _go_to(self, epoch: int, consumed: int, length: int | None = None) -> None:
         self.epoch, self.consumed, self._length = epoch, consumed, length
 
@@ -234,11 +239,6 @@ class ElasticSampler(Position, Sampler[int]):
         self.drop_last = drop_last
         self._rank = rank
         self._size = size
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``. Do nothing if it is the present epoch: the sampler continues where it was restored."""
-        if epoch != self.epoch:
-            self._go_to(epoch, 0)
 
     def record_batch(self, n_global: int) -> None:
         """Add ``n_global`` samples, of all ranks together, to the consumed samples, up to the data set's length.

@@ -258,9 +258,7 @@ def plain_address(value: Array) -> int | None:
     return _array_address(value) if value.flags.c_contiguous else None
 
 
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype)
+dtype_name: Callable[[torch.dtype], str] = functools.cache(str)
 
 
 def random_capacity(random_bytes: int) -> int:
@@ -404,7 +402,7 @@ class Buffer:
     def seal(self, commit: CommitId, found: int) -> None:
         """Seal the complete content as ``commit``."""
         self.write_seal(commit, found)
-        self.record_seal(commit, found)
+        self.commit, self.checksum = commit, found
 
     def write_seal(self, commit: CommitId, found: int) -> None:
         """Write the seal to the control page. Safe on any thread while no other thread changes this buffer."""
@@ -422,10 +420,6 @@ class Buffer:
             self._rest_tag = part_tag(key, random, objects)
         owner = self._storage.owner
         return commit_tag(key, owner, self.index, commit, self.length, found, self._header_tag, self._rest_tag)
-
-    def record_seal(self, commit: CommitId, found: int) -> None:
-        """Record the seal in this object, after ``write_seal``."""
-        self.commit, self.checksum = commit, found
 
     def unseal(self) -> None:
         self._storage.page.unseal(self.index)
@@ -834,7 +828,7 @@ class Snapshot:
         outcome = copy.wait()
         self._copy = None
         if outcome is CopyOutcome.SEALED:
-            self._older.record_seal(commit, copy.checksum)
+            self._older.commit, self._older.checksum = commit, copy.checksum
             self._newer, self._older = self._older, self._newer
         elif outcome is CopyOutcome.TORN:
             self._trusts_steps = False

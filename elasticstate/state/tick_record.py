@@ -182,7 +182,7 @@ class _Modes:
         )
 
     def expand(self, read: tuple[bytes, bytes, bytes]) -> dict[str, list[str]]:
-        """Return what ``module_state.modes`` would have returned."""
+        """Return the modes as in ``module_state.rest_of``."""
         training, trained = read[0], np.frombuffer(read[1], np.int64)
         return {
             "evaluating": [path for path, flag in zip(self._paths, training, strict=True) if not flag],
@@ -255,7 +255,7 @@ class TickPlan:
         self._sampled = dense + dense[:_SAMPLED]  # so that any _SAMPLED in a row, over the end, are one slice
         self._is_quick = quick_versions(self._owned_now) == exact_versions(self._owned_now)
         self._spare = [Copies([], {}), Copies([], {})]
-        self._watch = torch_tensors.watch(self._owned_now)
+        self.watch = torch_tensors.watch(self._owned_now)
 
     def fits(self, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray[Any, Any]]) -> bool:
         """Return True if these are the values that the plan was made for."""
@@ -291,11 +291,7 @@ class TickPlan:
 
     def has_all_owners(self) -> bool:
         """Return True if no handle exists. Forgets those that no longer exist."""
-        return torch_tensors.forget_handles(self._watch, self._owned_now)
-
-    def may_be_written(self) -> bool:
-        """Return True if a handle exists, or existed since the last call of ``has_all_owners``."""
-        return torch_tensors.has_handles(self._watch)
+        return torch_tensors.forget_handles(self.watch, self._owned_now)
 
     def copy(self) -> Copies:
         """Copy the values of the first kind, into the set of copies that the last record does not use."""
@@ -509,7 +505,7 @@ class TickRecords:
             return "an optimizer's step has begun"
         if record.unseen_writes != torch_tensors.unseen_writes():
             return "a function wrote tensors without torch's count of writes"
-        if plan.may_be_written():
+        if torch_tensors.has_handles(plan.watch):
             return "memory of the state was used without torch's count of writes"
         try:
             tensors, _, _ = split_by_kind(self._live.capture())

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from elasticstate.net.messages import CallReport
 
 _LOOK_INTERVAL_S = 0.25
@@ -22,18 +24,9 @@ _LONGEST_TEXT = 300  # characters
 class _Call:
     """One call of this worker. Times are of the monotonic clock."""
 
-    generation: int
-    process_set: int
-    ranks: tuple[int, ...]
-    number: int
-    text: str
+    report: CallReport
     begun_at: float
     left_at: float | None = None  # None: the worker waits in it
-
-    def report(self) -> CallReport:
-        waiting_s = time.monotonic() - self.begun_at if self.left_at is None else None
-        text = self.text[:_LONGEST_TEXT]
-        return CallReport(self.generation, self.process_set, self.ranks, self.number, text, waiting_s)
 
 
 _send: Callable[[CallReport], None] | None = None  # None: this process is no worker of elasticrun
@@ -67,7 +60,8 @@ def begin_call(generation: int, process_set: int, ranks: tuple[int, ...], number
     global _newest, _thread
     if _send is None:
         return
-    _newest = _Call(generation, process_set, ranks, number, call, time.monotonic())
+    report = CallReport(generation, process_set, ranks, number, call[:_LONGEST_TEXT], None)
+    _newest = _Call(report, time.monotonic())
     if _thread is None:
         _thread = threading.Thread(target=_watch, args=(_send,), name="call monitor", daemon=True)
         _thread.start()
@@ -92,7 +86,8 @@ def _watch(send: Callable[[CallReport], None]) -> None:
         since = call.begun_at if call.left_at is None else call.left_at
         if lasts != is_reported and (is_reported or time.monotonic() - since >= _LASTING_S):
             is_reported = lasts
-            send(call.report())
+            waiting_s = time.monotonic() - call.begun_at if call.left_at is None else None
+            send(msgspec.structs.replace(call.report, waiting_s=waiting_s))
 
 
 def _in_child() -> None:

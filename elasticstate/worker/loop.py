@@ -383,7 +383,7 @@ class WorkerLoop:
         self._handler = handler
         with self._recording():
             self._prepare(warmup)
-            self._repeats.restored(self._committer.commits[0])
+            self._repeats.restored = self._committer.commits[0]
             while (outcome := self._run_generation()) is not _Outcome.FINISHED:
                 self._recover(outcome)
             self._pass_gate()
@@ -450,7 +450,7 @@ class WorkerLoop:
             self._start()
         self._committer.use_storage(self._storage)
         self._committer.use_session(self._session)
-        self._committer.note_loaded()
+        self._committer.loaded = {}
         self._committer.use_peers(self._peer)
         self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
@@ -493,9 +493,9 @@ class WorkerLoop:
             self._enter_or_continue()
             self._committer.stored = None
             if (source := self._session.view.durable) is not None:  # no member holds a usable commit
-                durable_state.resume(self._committer, source)
+                durable_state.Resume(self._committer, source).run()
             if self._committer.go_back():
-                self._repeats.restored(self._committer.commits[0])
+                self._repeats.restored = self._committer.commits[0]
             has_state = self._committer.start_from_line() or self._committer.has_own_commit
             has_state = has_state or self._committer.has_followed
             if has_state:  # else: the job's first world, or sync brings the state
@@ -598,7 +598,7 @@ class WorkerLoop:
         if self._torch_modes is not None:
             self._torch_modes.set()  # before user code, such as reset callbacks
         self._is_behind = self._committer.is_behind
-        self._committer.note_loaded()
+        self._committer.loaded = {}
         self._session.leave()
         self._state._leave_world()
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
@@ -612,7 +612,7 @@ class WorkerLoop:
             if not self._is_behind and not self._sentinel.has_interrupted:
                 self._committer.commit_last_tick()
             self._restore()
-        self._repeats.restored(self._committer.commits[0])
+        self._repeats.restored = self._committer.commits[0]
 
     def _save(self) -> bool:
         """Make sure that this worker holds the commit of the tick where all members leave. Return False if it does not.

@@ -142,17 +142,13 @@ def _connect() -> bool:
     """Connect to the agent, if there is one. Return False if this process is no worker."""
     global _link, _send, _is_worker
     environment = worker_environment()
-    link = None
     if environment is not None:
-        link = WorkerLink(environment.socket)
-        try:
+        with suppress(OSError):
+            link = WorkerLink(environment.socket)
             link.connect()
             link.send(messages.Metrics((), environment.worker, messages.PROTOCOL_VERSION))
-        except OSError:
-            link = None
-    _is_worker = link is not None
-    if link is not None:
-        _link, _send = link, link.try_send
+            _link, _send = link, link.try_send
+    _is_worker = _send is not None
     return _is_worker
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from elasticstate.compat.process_groups import Store, use_gloo_address
+from elasticstate.compat.process_groups import use_gloo_address
 from elasticstate.errors import CollectiveError, UnreachableError, UsageError
 from elasticstate.log import logger
 from elasticstate.net.names import interface_addresses, interface_of, is_loopback, refusal, selecting_interface
@@ -115,7 +115,11 @@ def explained(at: Rendezvous) -> Iterator[None]:
             with suppress(RuntimeError):  # the store is gone, too
                 at.store.set(_EXPLANATION, text)
             raise UnreachableError(text) from None
-        if at.rank == 0 and isinstance(error, dist.DistStoreError) and (late := _absent(at.store, at.size)):
+        late: list[int] = []
+        if at.rank == 0 and isinstance(error, dist.DistStoreError):
+            with suppress(RuntimeError):  # the store is gone
+                late = [rank for rank in range(at.size) if not at.store.check([key(rank)])]
+        if late:
             raise CollectiveError(
                 f"{len(late)} of {at.size} members have not connected to {at.worker} at {at.address} within "
                 f"--regroup-timeout of {at.init_timeout.total_seconds():g} s, the first of them rank {late[0]}. {HOSTS}"
@@ -149,13 +153,6 @@ def _explanation(at: Rendezvous, address: str, port: str, error: str) -> str:
         f"Gloo of {at.worker} at {at.address} cannot connect to {there} at {address}, port {port}: {reason}. {remedy} "
         f"If the hosts share several networks, set {_GLOO} on each host to the interface of one that connects them."
     )
-
-
-def _absent(store: Store, size: int) -> list[int]:
-    """Return the ranks that have not announced their addresses; none if the store is gone."""
-    with suppress(RuntimeError):
-        return [rank for rank in range(size) if not store.check([key(rank)])]
-    return []
 
 
 def _member_at(at: Rendezvous, address: str) -> str:

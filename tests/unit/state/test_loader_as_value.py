@@ -190,7 +190,7 @@ def begin(state: TorchState) -> Iterator[str]:
 
 def leave(state: TorchState) -> None:
     """Do what a worker does between two worlds, before a restore."""
-    committer_of(state).note_loaded()
+    committer_of(state).loaded = {}
 
 
 def taken(batches: Iterator[str], count: int) -> list[str]:
@@ -226,7 +226,7 @@ def test_iterators_of_a_new_world_begin_at_the_position_of_the_state(kind: str) 
     survivor.commit()
 
     newcomer = TorchState(source=SOURCES[kind]())
-    committer_of(newcomer).note_loaded()
+    committer_of(newcomer).loaded = {}
     newcomer.apply(survivor.capture())
     assert taken(begin(newcomer), 4) == expected[10:14]
     leave(survivor)  # a planned change, in the same world as the newcomer's first one
@@ -317,7 +317,7 @@ def test_batches_taken_before_the_first_call_count_on_all_ranks() -> None:
     root = TorchState(source=numbers())
     next(iter(root.source))
     newcomer = TorchState(source=numbers())
-    committer_of(newcomer).note_loaded()
+    committer_of(newcomer).loaded = {}
     newcomer.apply(root.capture())
     assert taken(begin(root), 2) == taken(begin(newcomer), 2)
 

@@ -72,7 +72,7 @@ def run(
             committer_of(state).use_session(member)
             state.restore()
             check = RepeatCheck(state)
-        check.restored(commit)
+        check.restored = commit
 
 
 def counted() -> State:
@@ -524,7 +524,7 @@ def test_global_variables_of_the_world_before_are_warned_of(
         with contextlib.suppress(Lost), check:
             continues(state, lambda: None) if generation == 2 else state.commit()
             raise Lost
-        check.restored(committer_of(state).commits[0])
+        check.restored = committer_of(state).commits[0]
     assert len(logged) == len(says)
     assert all(text.startswith(begin) for text, begin in zip(logged, says, strict=True))
 
@@ -561,7 +561,7 @@ def test_nothing_of_a_world_is_kept_alive(logged: list[str]) -> None:
         del caught
         assert [wrapper() for wrapper in wrappers] == [None] * len(wrappers)
         assert held is not None
-        check.restored(committer_of(state).commits[0])
+        check.restored = committer_of(state).commits[0]
     assert len(logged) == 1
 
 
