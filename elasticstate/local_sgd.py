@@ -150,8 +150,8 @@ class DiLoCo:
         total = _sum_over_ranks(samples, pairs[0][0].device)
         with torch.no_grad():
             if total > 0:
-                for same_dtype in _by_dtype(pairs):
-                    _average_moves(same_dtype, samples / total)
+                for dtype in dict.fromkeys(inner.dtype for inner, _ in pairs):
+                    _average_moves([pair for pair in pairs if pair[0].dtype == dtype], samples / total)
                 self._outer.step()
                 self._outer.zero_grad(set_to_none=True)  # an optimizer skips parameters without one: other fragments
             for inner, outer in pairs:
@@ -245,13 +245,6 @@ def _split(pairs: list[Pair], count: int) -> list[list[Pair]]:
         fragments[-1].append(pair)
         size += pair[0].nbytes
     return fragments
-
-
-def _by_dtype(pairs: list[Pair]) -> Iterable[list[Pair]]:
-    found: dict[torch.dtype, list[Pair]] = {}
-    for pair in pairs:
-        found.setdefault(pair[0].dtype, []).append(pair)
-    return found.values()
 
 
 def _average_moves(pairs: list[Pair], share: float) -> None:

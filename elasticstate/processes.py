@@ -57,10 +57,8 @@ def _shown(line: str) -> str:
 
 
 def as_command(text: str, directory: str | None = None) -> str:
-    """Return the command for :func:`ask` that runs the text of an option.
-
-    The text is the name of a file, a program with arguments, or a shell command, for example a pipeline.
-    """
+    """Return the command for :func:`ask` that runs the text of an option: the name of a file, a program with arguments,
+    or a shell command, for example a pipeline."""
     if os.path.isfile(path := Path(directory or ".", text).absolute()):
         return shlex.quote(str(path))
     return shlex.join(["/bin/sh", "-c", text]) if _SHELL_SYNTAX.search(text) else text
@@ -257,10 +255,7 @@ def descriptors_given() -> int:
 
 
 def give_back_descriptors(pid: int) -> None:
-    """Give a new child the limit that this process was started with. No effect after the child's end.
-
-    The child may have run for a moment with the raised limit, unless it waits for its first message.
-    """
+    """Give a new child, which may have run for a moment, the limit that this process was started with."""
     with suppress(OSError, ValueError):
         _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors_given(), most))
@@ -372,12 +367,9 @@ def _kill_all(find: Callable[[], set[int]], cleanup_s: float) -> None:
 
 
 def _cleans_up(pid: int) -> bool:
-    """Return True if a process ends by itself after those that it serves, and removes their names from /dev/shm.
-
-    Such are the resource tracker of ``multiprocessing`` (semaphores, shared memory; also loky's) and torch_shm_manager
-    (tensors, with the sharing strategy file_system). A killed process cannot remove its names, and only these processes
-    know which names are theirs.
-    """
+    """Return True if a process ends by itself after those that it serves, and removes their names from /dev/shm: the
+    resource tracker of ``multiprocessing`` (semaphores, shared memory; also loky's), or torch_shm_manager (tensors,
+    with the sharing strategy file_system). Only these processes know the names of killed ones."""
     with suppress(OSError):
         words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
         return any(b"resource_tracker import main" in word for word in words) or words[0].endswith(

@@ -38,7 +38,10 @@ async def in_thread(call: Callable[..., T], *arguments: object) -> T:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if answer.done() else setter())
 
-    _run_in_thread(run)
+    try:
+        _idle.pop().put(run)  # to a waiting thread, which on busy cores Linux runs before a new one
+    except IndexError:
+        start_thread(_serve, run)
     return await answer
 
 
@@ -57,14 +60,6 @@ async def next_beat(interval_s: float) -> None:
     twice. Looks that come together wake up the process only once."""
     wait_s = interval_s - asyncio.get_running_loop().time() % interval_s
     await asyncio.sleep(wait_s if wait_s >= interval_s / 2 else wait_s + interval_s)
-
-
-def _run_in_thread(run: Callable[[], None]) -> None:
-    """Pass a call to a waiting thread, which on busy cores Linux runs before a new thread; else start a thread."""
-    try:
-        _idle.pop().put(run)
-    except IndexError:
-        start_thread(_serve, run)
 
 
 def _serve(run: Callable[[], None]) -> None:

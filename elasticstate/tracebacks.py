@@ -113,17 +113,14 @@ def error_chain(error: BaseException, shown_only: bool = False) -> list[BaseExce
     pending = [error]
     while pending:
         link = pending.pop()
-        if not any(link is known for known in found):
-            found.append(link)
-            pending += reversed(_raised_from(link, shown_only))
+        if any(link is known for known in found):
+            continue
+        found.append(link)
+        members = getattr(link, "exceptions", ())  # of an ExceptionGroup, which Python 3.10 does not have
+        context = None if shown_only and link.__suppress_context__ else link.__context__
+        causes = [link.__cause__, context, *(members if type(members) is tuple else ())]
+        pending += [cause for cause in reversed(causes) if isinstance(cause, BaseException)]
     return found
-
-
-def _raised_from(error: BaseException, shown_only: bool) -> list[BaseException]:
-    is_hidden = shown_only and error.__suppress_context__
-    members = getattr(error, "exceptions", ())  # of an ExceptionGroup, which Python 3.10 does not have
-    causes = [error.__cause__, None if is_hidden else error.__context__, *(members if type(members) is tuple else ())]
-    return [cause for cause in causes if isinstance(cause, BaseException)]
 
 
 # ----------------------------------------------------------------------------------------------------------- error file

@@ -67,10 +67,8 @@ class Writer:
             self._changed.notify()
 
     async def write(self, data: bytes, timeout_s: float | None = None) -> None:
-        """Put the data as soon as it fits into the backlog; the caller waits for a slow output.
-
-        The caller does not wait for an output that fails, or for a single write that lasts longer than ``timeout_s``.
-        """
+        """Put the data as soon as it fits into the backlog: the caller waits for a slow output, but not for one that
+        fails, or for a single write that lasts longer than ``timeout_s``."""
         try:
             await self._until(
                 lambda: not self._queue or bool(self._error) or self._queued_bytes + len(data) <= self._backlog_bytes,

@@ -141,8 +141,7 @@ def _release_ended_groups() -> None:
 
 def _limit_results() -> None:
     """Clear the cache of results of operations, which is never cleared by torch, if it is large."""
-    module: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    mode = getattr(module, "FakeTensorMode", None)
+    mode: Any = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
     clear = getattr(mode, "cache_clear", None)
     if clear is not None and len(getattr(mode, "cache", ())) > _MOST_RESULTS:
         clear()

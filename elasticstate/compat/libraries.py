@@ -156,10 +156,7 @@ def end_restart(trainer: Any, step: int | None) -> None:
 
 
 def draining_nodes() -> Collection[str]:
-    """Return the ids of the nodes that are being drained, which Ray's public Python API does not show.
-
-    The process is connected to the cluster.
-    """
+    """Return the ids of the nodes that are being drained, which Ray's public Python API does not show."""
     from ray._private.state import state  # type: ignore[import-not-found,unused-ignore]
 
     ids: dict[str, int] = state.get_draining_nodes()  # Ray Serve uses it for the same purpose

@@ -53,10 +53,7 @@ def has_registries() -> bool:
 
 
 def compiles_another(kind: type[torch.nn.Module]) -> bool:
-    """Return True for the class of what ``torch.compile(module)`` returns: it has the module as its only child.
-
-    FSDP2 makes a subclass of it.
-    """
+    """Return True for the class of what ``torch.compile(module)`` returns: it has the module as its only child."""
     return issubclass(kind, _class("torch._dynamo.eval_frame", "OptimizedModule"))
 
 
@@ -105,10 +102,7 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
 
 
 def has_scheduler(optimizer: Any) -> bool:
-    """Return True if a learning rate scheduler of torch was made for this optimizer.
-
-    ``LRScheduler`` replaces ``optimizer.step`` by a function with this private mark. torch has no public name for it.
-    """
+    """Return True if a scheduler of torch was made for this optimizer, whose ``step`` has this private mark then."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 

@@ -250,18 +250,14 @@ def _has_lasting_handle(address: int) -> bool:
 
 
 def has_handles(watch: int) -> bool:
-    """Return True if somebody asked for a handle to watched memory since ``watch`` or ``forget_handles``.
-
-    Also True if other memory is watched now.
-    """
+    """Return True if somebody asked for a handle to watched memory since ``watch`` or ``forget_handles``, or if other
+    memory is watched now."""
     return bool(_handles) or watch != _watches
 
 
 def forget_handles(watch: int, tensors: Iterable[torch.Tensor]) -> bool:
-    """Forget the handles that no longer exist. Return False if any exists, or if other memory is watched now.
-
-    ``tensors``: those given to ``watch``.
-    """
+    """Forget the handles to these tensors, given to ``watch``, that no longer exist. Return False if any exists, or if
+    other memory is watched now."""
     _prune()
     if watch != _watches:
         return False

@@ -54,10 +54,8 @@ class CopyStream:
         self._pinned: set[int] = set()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Register ``memory`` so that the device copies directly to it, at full speed and asynchronously.
-
-        If that fails, log a warning once, and copy slower while training waits.
-        """
+        """Register ``memory`` so that the device copies directly to it, at full speed and asynchronously. If that
+        fails, log a warning once."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
             result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
@@ -72,10 +70,8 @@ class CopyStream:
             )
 
     def _forget_error(self) -> None:
-        """Clear CUDA's last error, which the next launch of any kernel would raise otherwise.
-
-        torch has no call for it. The check after a launch, which raises the error, also clears it.
-        """
+        """Clear CUDA's last error, which the next launch of any kernel would raise otherwise: torch has no other call
+        for it than a launch, which raises it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=self._device).fill_(1)
 
@@ -130,10 +126,8 @@ class Mark:
 
 @contextlib.contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Prevent CUDA calls of this thread from breaking a graph capture on another thread.
-
-    Uses the CUDA driver API, because the same runtime call takes memory on a device.
-    """
+    """Prevent CUDA calls of this thread from breaking a graph capture on another thread. The same call of the runtime
+    API would take memory on a device."""
     mode = ctypes.c_int(_RELAXED)
     exchange = _driver_call("cuThreadExchangeStreamCaptureMode")
     exchange(ctypes.byref(mode))
@@ -269,11 +263,8 @@ class Copy:
 
     def release(self, is_capturing: bool = False) -> None:
         """Delay the device work of an optimizer that is about to write, until the tensors that it may write are copied.
-
-        ``is_capturing``: the optimizer's work is captured for a graph, which cannot wait for outside work. So this
-        thread waits.
-        """
-        if is_capturing:
+        ``is_capturing``: the optimizer's work is captured for a graph."""
+        if is_capturing:  # a graph cannot wait for outside work, so this thread waits
             self._done.wait()
         if self.is_done:
             return

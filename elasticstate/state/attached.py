@@ -118,10 +118,8 @@ class AttachedOptimizer:
         self._name, self.optimizer = name, optimizer
 
     def capture(self, values: dict[str, Any], names: Mapping[int, str]) -> Any:
-        """Put the tensors into ``values``, and return the rest. ``names``: by id, those of all parameters.
-
-        Raises StateError if a parameter does not belong to an attached module.
-        """
+        """Put the tensors into ``values``, and return the rest. ``names``: by id, those of all parameters. Raises
+        StateError if a parameter does not belong to an attached module."""
         state: dict[str, Any] = {}
         placed: dict[str, tuple[Split, ...] | None] = {}
         for key, entry in self.optimizer.state.items():

@@ -200,11 +200,9 @@ class Committer:
             self._add_digest()
 
     def _may_overwrite(self) -> bool:
-        """Wait until the commit before the newest one may be overwritten, because the newest is equal on all ranks.
-
-        Return False if the driver does not say so. A newest commit that other ranks lack is discarded. The commit with
-        which a world begins is equal on all ranks.
-        """
+        """Wait until the commit before the newest one may be overwritten, because the newest is equal on all ranks, as
+        that with which a world begins. Return False if the driver does not say so. A newest commit that other ranks
+        lack is discarded."""
         newest, session = self.snapshot.newest, self.session
         is_judged = newest is not None and newest.generation == session.generation and newest.tick > 0
         if newest is None or not is_judged or not session.awaits_verdicts:
@@ -256,10 +254,8 @@ class Committer:
             self.after_tick()
 
     def commit_last_tick(self) -> None:
-        """After a failure: make the last tick a commit, if the live state is proven to be the state of that tick.
-
-        Call it when nothing of the generation can write any more, and restore the newest commit afterwards.
-        """
+        """After a failure, when nothing of the generation can write any more: make the last tick a commit, if the live
+        state is proven to be the state of that tick. Restore the newest commit afterwards."""
         self.settle()
         newest, session = self.snapshot.newest, self.session
         taken = self._ticks.take(newest, session.generation)
@@ -342,10 +338,8 @@ class Committer:
         self.session.record_commits(HeldCommits(*self.commits, self.snapshot.size_bytes, self._bytes_to_come))
 
     def _bytes_to_come(self) -> int | None:
-        """Return the bytes that the first steps of optimizers will add to the newest commit; None: not known.
-
-        A commit of a tick is taken to have all that could not be foreseen.
-        """
+        """Return the bytes that the first steps of optimizers will add to the newest commit; None: not known. A commit
+        of a tick is taken to have all that could not be foreseen."""
         newest, plain = self.snapshot.newest, self._live._bytes_to_come()
         if plain is not None and self.attached is not None:
             attached = bytes_to_come(self.attached.values.values())
@@ -398,18 +392,14 @@ class Committer:
                 raise CollectiveError(f"restore(): this rank restores commit {commit}, another one {min(others)}")
 
     def _require_same_commit(self, problem: str) -> None:
-        """Raise CollectiveError in a world with other ranks, which restore another commit than this rank.
-
-        The generation ends, and in the next world this rank receives the newest commit from another one.
-        """
+        """Raise CollectiveError in a world with other ranks, which restore another commit than this rank: in the next
+        world it receives theirs."""
         if self.session.has_peers:
             raise CollectiveError(f"restore(): {problem}, so the other ranks restore another one")
 
     def resume(self) -> bool:
-        """Restore the newest intact commit. Return False if there is none.
-
-        Raises StateMisfitError if it does not fit the live objects, and tries no older one.
-        """
+        """Restore the newest intact commit. Return False if there is none. Raises StateMisfitError if it does not fit
+        the live objects, and tries no older one."""
         while self.snapshot.newest is not None:
             with self._fitting():
                 try:

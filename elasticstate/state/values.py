@@ -376,10 +376,8 @@ def flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
 
 
 def stateful_parts(path: str, value: object) -> dict[str, Any]:
-    """Return the objects with ``state_dict()`` of which nested lists, tuples and dicts consist, by their paths.
-
-    The result is empty if there are other objects, too. Keys that are no text count as positions.
-    """
+    """Return the objects with ``state_dict()`` of which nested lists, tuples and dicts consist, by their paths; none if
+    there are other objects, too. Keys that are no text count as positions."""
     items: Any = ()
     if type(value) in (list, tuple):
         items = enumerate(value)  # type: ignore[arg-type]

@@ -40,20 +40,15 @@ def main() -> None:
     storage = StorageLink(environment.socket, environment.worker)
     given = storage.ask()
     storage.close()
-    path, packed = pickle.loads(_packed_call(given))
-    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
-    function, args, kwargs = pickle.loads(packed)
-    _store_result(function(*args, **kwargs), given)
-
-
-def _packed_call(given: Given) -> bytes:
-    """Return the pickled function and arguments from the agent's memory. The agent received them from the driver."""
     for fd in (given.page, *given.buffers):
         os.close(fd)
     if given.call is None:
         raise UsageError(_NOT_LAUNCHED)
-    with open(given.call, "rb") as file:
-        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+    with open(given.call, "rb") as file:  # the agent's memory: it received the call from the driver
+        path, packed = pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
+    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+    function, args, kwargs = pickle.loads(packed)
+    _store_result(function(*args, **kwargs), given)
 
 
 def _store_result(result: Any, given: Given) -> None:

@@ -156,7 +156,7 @@ class Regrouper:
 
     def _connect(self, view: World) -> TCPStore:
         """Connect to the store of rank 0 in short attempts, and check between them whether the generation has ended."""
-        self.context.watch_store(store_address(view))
+        self.context.sockets.watch_store(*store_address(view))
         if view.rank == 0:
             assert self._server is not None
             self._store = self._server
@@ -468,10 +468,7 @@ class WorkerLoop:
 
     def _resume(self, may_prefetch: bool) -> None:
         """Load the commit that an earlier worker has left in this slot, or else that of another worker of this host.
-
-        Raises StateMisfitError: the commit stays for a process that it fits, and this one ends before any other worker
-        stops for it.
-        """
+        Raises StateMisfitError: this process ends before any other worker stops for it."""
         try:
             if not self._committer.resume() and may_prefetch:
                 self._committer.prefetch()

@@ -30,9 +30,7 @@ from elasticstate._native import exit_after_finalization, exit_at_latest
 from elasticstate.worker.gloo_rest import rest
 
 # ----------------------------------------------------------------------------------------------------------- interrupts
-# SIGINT to a worker that ends already: it has no effect. Otherwise it would print a traceback, wherever it arrives.
-#
-# Until then the script has Python's own handler, which raises KeyboardInterrupt.
+# SIGINT to a worker that ends already has no effect. Otherwise it would print a traceback, wherever it arrives.
 
 
 def ignore() -> None:
@@ -208,8 +206,7 @@ atexit.register(_end)
 def exit_for_replacement(reason: str) -> NoReturn:
     """End this process immediately. The agent starts another one in this slot, which resumes from the retained commit.
 
-    The process ends by a signal: the driver does not count that as the worker's own error, and no exit code of
-    libraries runs, which may wait for a device or for dead members.
+    A signal is no error of the worker's own for the driver, and no exit code of libraries runs, which may wait.
     """
     from elasticstate.log import logger  # here: logging registers an exit function
 

@@ -44,14 +44,12 @@ _LONGEST_STACK = 4000  # characters
 class Sentinel:
     """Link of the worker to its agent, as long as the object is referenced. One per process. Call ``start()`` once.
 
-    Raises OSError if no descriptors are available.
+    ``descriptor``: of the connected socket to the agent, which the sentinel owns from now on. ``reports``: in each
+    generation, a thread reports where the main thread is, when the driver asks. Raises OSError if no descriptors are
+    available.
     """
 
     def __init__(self, descriptor: int, worker: WorkerId, page: _native.ControlPage, reports: bool = False) -> None:
-        """``descriptor``: of the connected socket to the agent, which the sentinel owns from now on.
-
-        ``reports``: in each generation, a thread reports where the main thread is, when the driver asks.
-        """
         self._reports = reports
         self._worker = worker
         self._page = page
@@ -100,10 +98,8 @@ class Sentinel:
         _started.add(self)
 
     def finish(self) -> None:
-        """Mark the worker as done: it has passed the exit gate, and ends in its own time as a plain process.
-
-        A preemption signal has no effect any more, as the job is about to end in any case; LEAVE ends the worker.
-        """
+        """Mark the worker as done: it has passed the exit gate, and ends in its own time as a plain process. A
+        preemption signal has no effect any more, as the job is about to end in any case; LEAVE ends the worker."""
         self._native.set_place(Place.DONE)
         if self._own_handlers():
             signal.set_wakeup_fd(-1)

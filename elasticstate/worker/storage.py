@@ -67,10 +67,7 @@ class AgentStorage:
 def open_peer(
     link: StorageLink, storage: AgentStorage, owner_of: Callable[[int], bytes], slot: int
 ) -> PeerStorage | None:
-    """Return the commits of another worker of this host: see ``state.peer.PeerOf``.
-
-    ``owner_of`` returns the owner of a slot's commits.
-    """
+    """Return the commits of another worker of this host: see ``state.peer.PeerOf``. ``owner_of``: of a slot's."""
     found = link.ask_for_peer(slot)
     if found is None:
         return None

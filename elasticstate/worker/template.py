@@ -1,12 +1,10 @@
 """The template process of a host: it imports torch and elasticstate once, and workers fork from it.
 
 ``python template.py DESCRIPTOR AGENT_PID DIRECTORY MODULES PADDING``. The agent starts it and sends requests
-(net/link.py). A worker forks twice, so that its parent is the agent, which adopts orphans
-(PR_SET_CHILD_SUBREAPER). DIRECTORY is that of the workers' script. PADDING is space for the command line that ps shows
-for a worker.
-
-Before the first fork, this process opens no socket or store, uses no OpenMP, and does not initialise CUDA: children
-would hang or share them.
+(net/link.py). A worker forks twice, so that its parent is the agent, which adopts orphans (PR_SET_CHILD_SUBREAPER).
+DIRECTORY is that of the workers' script. PADDING is space for the command line that ps shows for a worker. Before the
+first fork, this process opens no socket or store, uses no OpenMP, and does not initialise CUDA: children would hang or
+share them.
 """
 
 import sys
@@ -36,13 +34,10 @@ from elasticstate.worker.gloo_rest import watch_models
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ADOPTION_S = 10.0
 _THREAD_END_S = 1.0  # for a thread that only helps with an import
-_HARMLESS_THREADS = frozenset(
-    # jemalloc's, which pyarrow starts. It only gives memory back to the kernel. jemalloc takes its locks around a fork,
-    # and the threads that allocate do that work in a child (pthread_atfork; background_thread_postfork_child in
-    # src/background_thread.c of jemalloc 5).
-    {"jemalloc_bg_thd"}
-)
-"""Threads, as the kernel names them, with which a process can be forked: their library prepares for forks itself."""
+# Threads, as the kernel names them, with which a process can be forked. jemalloc's, which pyarrow starts, only gives
+# memory back to the kernel. jemalloc takes its locks around a fork, and the threads that allocate do that work in a
+# child (pthread_atfork; background_thread_postfork_child in src/background_thread.c of jemalloc 5).
+_HARMLESS_THREADS = frozenset({"jemalloc_bg_thd"})
 MODULES = (
     "torch.distributed.nn.functional",
     "torch.nn.parallel",

@@ -67,10 +67,6 @@ class Context(ABC):
         self.sockets = GlooSockets()
         """The sockets that the sentinel cuts without Python."""
 
-    def watch_store(self, address: tuple[str, int]) -> None:
-        """Make ``sever`` also cut this process's connections to the store at ``address``."""
-        self.sockets.watch_store(*address)
-
     @abstractmethod
     def create(self, rendezvous: Rendezvous) -> None:
         """Create the default process group of the generation.

@@ -128,11 +128,8 @@ def explained(at: Rendezvous) -> Iterator[None]:
 
 
 def cause_of(at: Rendezvous, error: str) -> str:
-    """Return the text of UnreachableError of the member that has caused this error of a world that does not form.
-
-    "" if none has. Gloo of that member closes its other connections before the member can report its error, so other
-    members fail, too, and may report first.
-    """
+    """Return the text of UnreachableError of the member that has caused this error of a world that does not form, "" if
+    none has: Gloo of that member closes its other connections before the member can report its error."""
     deadline = time.monotonic() + _CAUSE_WAIT_S
     with suppress(RuntimeError):  # the generation has ended, or the store is gone
         while "gloo/transport" in error and time.monotonic() < deadline:

@@ -32,11 +32,8 @@ class GlooGroups:
         self._own: list[tuple[tuple[int, ...], Any]] = []
 
     def subgroup(self, at: Rendezvous, ranks: tuple[int, ...]) -> Any:
-        """Create a group of these ranks without torch's ``new_group``.
-
-        ``new_group`` counts the groups of this process, and names the next one after the count. User code would get
-        groups with different names on different ranks, and hang.
-        """
+        """Create a group of these ranks without torch's ``new_group``, which names groups by a count: those of user
+        code would get different names on different ranks, and hang."""
         times = sum(known == ranks for known, _ in self._own)
         name = f"elasticstate/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]}/{times}"  # ranks may be thousands
         if not self.sockets.begin_group(len(ranks)):

@@ -161,11 +161,8 @@ class NcclBackend:
         self._device = torch.device("cuda", 0)
 
     def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
-        """Prepare the device and NCCL's settings.
-
-        Raises UsageError when this slot has no device, this torch does not have the backend, or this version of NCCL
-        is known not to survive a failure.
-        """
+        """Prepare the device and NCCL's settings. Raises UsageError when this slot has no device, this torch does not
+        have the backend, or this version of NCCL is known not to survive a failure."""
         slot = environment.worker.slot
         _make_sure_of_device(self.name, slot)
         process_groups.require_group_parts()
@@ -275,10 +272,8 @@ class NcclContext(GlooContext):
             self._be_through_together()
 
     def _destroy(self, on_late_abort: Callable[[str], object]) -> None:
-        """Destroy the groups after all their aborts, in whatever thread they have begun.
-
-        torch's shutdown of a group whose abort still runs is not safe.
-        """
+        """Destroy the groups after all their aborts, in whatever thread they have begun: torch's shutdown of a group
+        whose abort still runs is not safe."""
         with self._lock:
             self._is_leaving = True
         self._gloo.be_quiet()
@@ -341,10 +336,8 @@ class NcclContext(GlooContext):
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
-        """End all operations. Called again and again until the generation is left.
-
-        Nothing ends NCCL's start, which waits for a lost member for ever. Then this process has to be replaced.
-        """
+        """End all operations. Called again and again until the generation is left. Nothing ends NCCL's start, which
+        waits for a lost member for ever: then this process has to be replaced."""
         self.sockets.sever()
         with self._lock:
             self._severed = True

@@ -89,7 +89,7 @@ def check() -> None:
 
 def create(name: str, rank: int, size: int, init: timedelta = LONG) -> None:
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
-    context.watch_store(("127.0.0.1", store_port))
+    context.sockets.watch_store("127.0.0.1", store_port)
     prefix = dist.PrefixStore(name, store)
     context.create(Rendezvous(prefix, name, str(os.getpid()), rank, size, init, LONG, check))
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)

@@ -88,7 +88,7 @@ def carry_out(words: list[str]) -> None:
             broadcast(int(root), int(victim))
         case ["create", name, rank, size]:
             store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
-            context.watch_store(("127.0.0.1", store_port))
+            context.sockets.watch_store("127.0.0.1", store_port)
             prefix = dist.PrefixStore(name, store)
             context.create(Rendezvous(prefix, name, rank, int(rank), int(size), LONG, LONG, lambda: None))
         case ["new_group"]:
@@ -98,7 +98,7 @@ def carry_out(words: list[str]) -> None:
             dist.all_reduce(tensor)
             assert tensor.item() == dist.get_world_size()
         case ["connect", port]:
-            context.watch_store(("127.0.0.1", int(port)))
+            context.sockets.watch_store("127.0.0.1", int(port))
             dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=SLICE)
 
 

@@ -20,7 +20,7 @@ def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_t
     server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     place = Placement(WorkerId("c", 0, 1), 0, 0, 1, 0, 0, 1)
     context = GlooContext()
-    context.watch_store(store_address(present_world.fixed(place, 2, f"192.0.2.1:{server.port}")))
+    context.sockets.watch_store(*store_address(present_world.fixed(place, 2, f"192.0.2.1:{server.port}")))
     waiting = threading.Event()
     failure: list[BaseException] = []
 
