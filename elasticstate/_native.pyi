@@ -284,7 +284,7 @@ class ControlPage:
         """
 
     def ask(self, first: int, second: int, third: int) -> None:
-        """Ask the worker a question, in three numbers (state/commit_digests.py). The agent calls it."""
+        """Ask the worker a question, in three numbers (state/divergence.py). The agent calls it."""
 
     def question(self, last: int) -> tuple[int, int, int, int] | None:
         """Return number and content of the newest question; None: ``last`` is its number, or there is none."""

@@ -61,7 +61,7 @@ struct Slate {
 ///     commit_s    seconds that the ticks of this generation spent in commits
 ///     trains_since  when training in this generation began, on CLOCK_MONOTONIC in nanoseconds; 0: it has not
 ///     pins        of both buffers: until when the agent copies it, on CLOCK_MONOTONIC in nanoseconds; 0: it does not
-///     question    of the driver, for the worker (state/commit_digests.py)
+///     question    of the driver, for the worker (state/divergence.py)
 ///     verdict     of the driver on commits: generation, newest tick that is equal on all ranks, newest compared one
 ///     is_alone    the agent has no driver, so no verdict comes
 ///     points      number of points that were ever written; the newest are in `ring`

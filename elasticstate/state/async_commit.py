@@ -24,7 +24,7 @@ from elasticstate._native import Pieces, checksum, gather_each
 from elasticstate.compat import torch_tensors
 from elasticstate.compat.torch_tensors import version_of
 from elasticstate.log import logger
-from elasticstate.state.commit_digests import Checksums
+from elasticstate.state.layout import Checksums
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process

@@ -37,7 +37,7 @@ from elasticstate.log import logger
 from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, rng, sampler
 from elasticstate.state.attached import AttachedValues
-from elasticstate.state.commit_digests import NOTHING, CommitDigests, Selection, decode_question, select
+from elasticstate.state.divergence import NOTHING, CommitDigests, Selection, decode_question, select
 from elasticstate.state.layout import number_of
 from elasticstate.state.optimizer_state import bytes_to_come
 from elasticstate.state.peer import PeerOf, PeerReader

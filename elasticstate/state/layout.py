@@ -38,6 +38,9 @@ from elasticstate.commits import (
 )
 from elasticstate.errors import StateError
 
+Checksums = np.ndarray[tuple[int], np.dtype[np.uint32]]
+"""CRC-32C of each value of a commit, in the order of their bytes."""
+
 ALIGNMENT_BYTES = 64
 HEADER_GRANULE_BYTES = 4096
 MAX_DIMENSIONS = 64

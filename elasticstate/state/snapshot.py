@@ -40,9 +40,9 @@ from elasticstate.state.async_commit import (
     copy_stream_of,
     has_copy_stream,
 )
-from elasticstate.state.commit_digests import Checksums
 from elasticstate.state.layout import (
     ALIGNMENT_BYTES,
+    Checksums,
     Entry,
     Frame,
     Header,

@@ -13,7 +13,7 @@ from elasticstate.core import types as t
 from elasticstate.core.divergence import divergence_lines
 from elasticstate.core.state import Membership
 from elasticstate.core.step import next_deadline, step
-from elasticstate.state.commit_digests import CommitDigests, Selection, decode_question
+from elasticstate.state.divergence import CommitDigests, Selection, decode_question
 from tests.kit.core import RUNNING, drive, kinds
 
 HOSTS = {2: "a:1 b:1", 3: "a:2 b:1", 4: "a:2 b:2"}
