@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
-from elasticstate.net.names import LOCALHOST, address_on, is_of_each_machine, is_this_machine
 from elasticstate.options import CONNECT_TIMEOUT_S, Options, passed_on, read_options_to_check
 from elasticstate.options.kinds import parse_host
 from elasticstate.options.reading import value_of
@@ -54,6 +53,7 @@ def _check(texts: Mapping[str, str | None]) -> int:
 def _run(options: Options, must_reattach: bool = False, elected: Elected | None = None) -> int:
     from elasticstate.driver.screen import screen_for
     from elasticstate.launchers import early_agent
+    from elasticstate.net.names import LOCALHOST, address_on, is_of_each_machine
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()
@@ -119,6 +119,8 @@ def stdin_for(options: Options) -> Iterator[int | None]:
 
 
 def _has_one_worker_here(options: Options) -> bool:
+    from elasticstate.net.names import is_this_machine
+
     is_listed = not (options.hostfile or options.host_discovery_script or options.listen)
     is_local = options.discovery in (None, "list") and options.launcher in (None, "local")
     hosts = (parse_host(text, 1).name for text in options.hosts)
