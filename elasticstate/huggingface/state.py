@@ -214,8 +214,18 @@ def is_shuffled(loader: DataLoader[Any], remedy: str = "Give the DataLoader batc
             f"The DataLoader has a {type(sampler).__name__} and a {type(batches).__name__}, but elasticstate orders "
             f"the samples itself. {remedy}"
         )
+    if type(loader).__iter__.__module__.partition(".")[0] not in ("torch", "torchdata", "accelerate"):
+        raise UsageError(
+            f"{type(loader).__name__} has an __iter__() of its own, which elasticstate would not call. Use a plain "
+            "DataLoader, and its collate_fn=."
+        )
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
         raise UsageError("A RandomSampler with replacement= or num_samples= cannot use each sample once. Remove these.")
+    if len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        raise UsageError(
+            f"The {type(sampler).__name__} has {len(sampler)} of the {len(loader.dataset)} samples of the data set. "  # type: ignore[arg-type]
+            "Use torch.utils.data.Subset instead."
+        )
     return is_random
 
 

@@ -95,7 +95,7 @@ class Forgotten:
                 WARNED.add(variable)
                 logger.warning(
                     "%s (%s) was created outside of the function, but belongs to one world: a new worker begins with "
-                    "another one, and its collectives are not those of the others. %s",
+                    "another one, so its collectives would not match those of the others. %s",
                     variable,
                     kind_of,
                     ANEW,

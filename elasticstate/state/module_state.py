@@ -243,6 +243,8 @@ def load_bare(name: str, live: Any, values: Captured) -> Any:
     if isinstance(live, torch.nn.Parameter) and value is not live:  # of another shape or dtype
         replace_content(live, value)
         value = live
+    if isinstance(value, torch.Tensor) and not value.is_leaf:  # its graph is that of the attempt that is given up
+        value = value.detach()
     if isinstance(value, torch.Tensor) and flag_of(name) in values:
         set_requires_grad(value, values[flag_of(name)])
     return value

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -132,13 +133,19 @@ def belongs_to_a_world(value: object) -> bool:
     return type(value).__module__.startswith("torch.distributed.algorithms.")
 
 
+_MOST_PARTS = 100  # of a container that are looked at
+
 ANEW = "Create it in the function that is decorated with run, anew in each world."
 
 
 def require_no_world(name: str, value: object) -> None:
-    """Raise UsageError for a value that could not be loaded without a process group."""
-    if belongs_to_a_world(value):
-        raise UsageError(f"state.{name} is a {type(value).__name__}, which belongs to one world. {ANEW}")
+    """Raise UsageError for a value, or a part of a list, tuple or dict, that could not be loaded without a process
+    group."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for found in (value, *itertools.islice(parts, _MOST_PARTS)):
+        if belongs_to_a_world(found):
+            where = f"state.{name} {'is' if found is value else 'contains'} a {type(found).__name__}"
+            raise UsageError(f"{where}, which belongs to one world. {ANEW}")
 
 
 def split_by_kind(

@@ -227,6 +227,22 @@ class Subset(transformers.Trainer):
         return SubsetRandomSampler(range(SAMPLES // 2))
 
 
+class First(transformers.Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return SequentialSampler(range(10))
+
+
+class Doubling(transformers.Trainer):
+    class Loader(DataLoader):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                yield batch
+                yield batch
+
+    def get_train_dataloader(self) -> Any:
+        return self.Loader(self.train_dataset, BATCH)
+
+
 class InPairs(transformers.Trainer):
     """Two samples of each draw, as trainers that compare completions of one prompt have them."""
 
@@ -260,6 +276,8 @@ def derived(own: Any, is_above: bool) -> Any:
     [
         (Weighted, "WeightedRandomSampler and a BatchSampler, but elasticstate orders .* Remove what gives Mine"),
         (Subset, "SubsetRandomSampler and a BatchSampler, but elasticstate orders"),
+        (First, "The SequentialSampler has 10 of the 46 samples of the data set. Use torch.utils.data.Subset"),
+        (Doubling, r"Loader has an __iter__\(\) of its own, which elasticstate would not call"),
         (InPairs, "SequentialSampler and a Pairs, but elasticstate orders"),
         (Prepared, "with batches of 8 is not supported .* Set per_device_train_batch_size=8, which is 4"),
         (Endless, "which returns a generator, is not supported .* Return a DataLoader"),

@@ -72,8 +72,12 @@ def test_a_method_and_a_similar_name_are_both_named() -> None:
 @pytest.mark.parametrize("kind", [ObjectState, TorchState])
 def test_what_belongs_to_one_world_is_refused(kind: Any) -> None:
     """To load it, torch needs a process group, and there is none when a state is restored."""
-    with pytest.raises(UsageError, match=r"state\.hook is a PowerSGDState, which belongs to one world\. Create it in"):
-        kind(hook=PowerSGDState(process_group=None))
+    hook = PowerSGDState(process_group=None)
+    for value, verb in ((hook, "is"), ([1, hook], "contains"), ({"of": hook}, "contains")):
+        with pytest.raises(
+            UsageError, match=rf"state\.hook {verb} a PowerSGDState, which belongs to one world\. Creat"
+        ):
+            kind(hook=value)
 
 
 @pytest.mark.parametrize("name", ["commit", "_hidden", "capture", "two words"])

@@ -366,6 +366,18 @@ def test_an_object_may_keep_results_of_autograd_and_copy_what_it_loads() -> None
         assert average.kept["parameter"].requires_grad
 
 
+def test_a_value_that_is_a_result_of_autograd_loses_the_graph_of_the_lost_attempt() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    state = TorchState(hidden=torch.zeros(2))
+    state.hidden = weight * 2
+    state.commit()
+    for _ in range(2):
+        state.hidden = torch.tanh(state.hidden + weight)
+        state.restore()
+        assert state.hidden.tolist() == [2, 2]
+        assert (state.hidden.is_leaf, state.hidden.requires_grad) == (True, False), "as a new worker has it"
+
+
 def test_random_state_goes_with_the_commit() -> None:
     def draw() -> Any:
         dropout = torch.nn.functional.dropout(torch.ones(20))
