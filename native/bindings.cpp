@@ -24,7 +24,6 @@
 #include "control_page.hpp"
 #include "crc32c.hpp"
 #include "file_map.hpp"
-#include "hold_word.hpp"
 #include "permutation.hpp"
 #include "pieces.hpp"
 

@@ -56,7 +56,7 @@ enum class ReportReason {
 /// that arrives before there is anything to cut still works. The content of a message for Python (a world, an answer,
 /// a cause) is kept as bytes until Python asks for it.
 ///
-/// The tick, and the hold, in one 64-bit word (hold_word.hpp):
+/// The tick, and the hold, in one 64-bit word (control_page.hpp):
 ///
 ///     worker: end of a tick   old = fetch_add(1)     old has HOLD?  wait, or leave when this is tick K
 ///     sentinel: HOLD          old = fetch_or(HOLD)   answer: old's ticks; the worker waits at the end of the next one

@@ -99,6 +99,7 @@ def pytest_make_collect_report(
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, *gc.get_threshold()[1:])  # simulations make many short-lived objects
     gc.enable()
 
 

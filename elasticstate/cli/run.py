@@ -246,7 +246,7 @@ def _reattach_elsewhere(job: str, listen: str, token_file: str) -> int:
     import asyncio
 
     from elasticstate.driver.election import elect
-    from elasticstate.driver.votes import ReplacedError
+    from elasticstate.driver.record import ReplacedError
     from elasticstate.net.trust import token_of_job
     from elasticstate.options.kinds import ADDRESS, split_address
 
@@ -274,7 +274,7 @@ def _stand_by() -> int:
     import msgspec
 
     from elasticstate.driver.election import stand_by
-    from elasticstate.driver.votes import ReplacedError
+    from elasticstate.driver.record import ReplacedError
     from elasticstate.net.messages import StandbyOrder
 
     order = msgspec.json.decode(sys.stdin.readline(), type=StandbyOrder)

@@ -20,7 +20,7 @@ from elasticstate.core.ids import without_case
 from elasticstate.core.register import Candidate
 from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
-from elasticstate.driver.votes import Votes
+from elasticstate.driver.record import Votes
 from elasticstate.errors import OptionError
 from elasticstate.launchers import AdoptedAgent, AgentProcess, DialledIn, HostLaunchers
 from elasticstate.net import messages, names

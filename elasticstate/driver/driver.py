@@ -28,13 +28,16 @@ from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable import DurableCopies
-from elasticstate.driver.election import Elected, elected_here
+from elasticstate.driver.election import Elected, Standbys, elected_here
 from elasticstate.driver.job import EventQueue, JobState, Journal
 from elasticstate.driver.output import CountedLines, LiveLine, OutputTroubles, Tails, captured
 from elasticstate.driver.record import (
     JobDirectory,
     Keeper,
     Reattachment,
+    RecordOverview,
+    ReplacedError,
+    Votes,
     first_record,
     lock_job,
     lost_hosts,
@@ -51,7 +54,6 @@ from elasticstate.driver.report import (
 )
 from elasticstate.driver.screen import Screen
 from elasticstate.driver.status import overview_of, status_text
-from elasticstate.driver.votes import RecordOverview, ReplacedError, Standbys, Votes
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.machine import host_name
 from elasticstate.net import messages

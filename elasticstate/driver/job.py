@@ -17,10 +17,9 @@ from elasticstate.core.reattach import reattach
 from elasticstate.core.sharded import is_sharded
 from elasticstate.core.state import Membership
 from elasticstate.core.step import new_membership, step
-from elasticstate.driver.record import Reattachment
+from elasticstate.driver.record import Reattachment, RecordOverview
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import CopyTotals, DurableFigures
-from elasticstate.driver.votes import RecordOverview
 from elasticstate.net.messages import MOST_METRICS, HostUse, Stamps, WorkerExited
 
 

@@ -19,8 +19,8 @@ from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import RootCause, Shards, listed, number_of, ranks_text
+from elasticstate.driver.record import RecordOverview
 from elasticstate.driver.status import CopyTotals
-from elasticstate.driver.votes import RecordOverview
 from elasticstate.errors import OptionError
 from elasticstate.failures import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY, WorkerFailure, status_of
 from elasticstate.machine import format_bytes

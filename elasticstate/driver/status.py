@@ -18,7 +18,7 @@ from elasticstate.core.ids import CommitId
 from elasticstate.core.sharded import replicas_of
 from elasticstate.core.state import Host, Membership, Over, Running, Worker, living_members
 from elasticstate.core.types import CopyFigures, ShardLayout, number_of
-from elasticstate.driver.votes import RecordOverview
+from elasticstate.driver.record import RecordOverview
 from elasticstate.machine import format_bytes
 
 # ---------------------------------------------------------------------------------------------------------- copy totals

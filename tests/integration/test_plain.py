@@ -182,6 +182,7 @@ def test_a_new_driver_continues_a_job_of_plain_workers(tmp_path: Path) -> None:
     name = f"plain-{os.getpid()}"
     with plain(tmp_path, "-np", "2", "--job-name", name, steps=200, step_time=0.05) as job:
         trains(job, 0)
+        job.wait_for_event("world_formed")  # a driver that is killed may leave no events of its last moments
         job.kill_driver()
         before = len(job.log("step"))
         job.start("--reattach", name)

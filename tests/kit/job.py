@@ -271,7 +271,7 @@ class Hosts:
     def __init__(self, directory: Path) -> None:
         self._file = directory / "hosts"
         self.script = directory / "discover.sh"
-        self.script.write_text(f"#!/bin/sh\ncat {self._file}\n")
+        self.script.write_text(f"#!/bin/sh\nexec cat {self._file}\n")
         self.script.chmod(0o755)
 
     def set(self, *hosts: str) -> Hosts:
@@ -282,4 +282,4 @@ class Hosts:
 
     @property
     def options(self) -> tuple[str, ...]:
-        return ("--host-discovery-script", str(self.script), "--discovery-interval", "0.1")
+        return ("--host-discovery-script", str(self.script), "--discovery-interval", "0.25")

@@ -39,7 +39,7 @@ ONLY_IN = {  # libraries that an option or a command needs: they are imported on
     "aiohttp": {"driver.dashboard.server"},
     "jinja2": {"history.page"},
     "lightning": {"lightning"},
-    "matplotlib": {"history.copy_plots", "history.drawing", "history.plots"},
+    "matplotlib": {"history.plots"},
     "prometheus_client": {"driver.metrics"},
     "rich": {"cli.export", "cli.status", "driver.painter"},
 }

@@ -27,7 +27,7 @@ OPTIONS = (
     "--min-np",
     "1",
     "--discovery-interval",
-    "0.1",
+    "0.25",
     "--min-interrupt-distance",
     "0.2",
     "--cooldown-range",
@@ -78,7 +78,7 @@ def test_a_disturbed_program_ends_like_an_undisturbed_one(name: str, start: tupl
     write_plan(directory / "plan.json", plan)
     (directory / "hosts").write_text(hosts(FULL))
     script = tmp_path / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {directory / 'hosts'}\n")
+    script.write_text(f"#!/bin/sh\nexec cat {directory / 'hosts'}\n")
     script.chmod(0o755)
     options = ["-np", str(FULL), *OPTIONS, "--host-discovery-script", str(script), *start]
     if DEVICE != "cpu":

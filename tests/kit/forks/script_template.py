@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import elasticstate.worker.script as script  # isort: skip - its exit function must be the last one to run
 
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -20,6 +21,7 @@ import sys
 import termios
 import time
 import warnings
+from pathlib import Path
 
 gc.disable()
 threshold = (700, 10, 10)  # Python's own: startup/sitecustomize.py has one for imports
@@ -32,6 +34,9 @@ from elasticstate.worker.template import MODULES  # noqa: E402
 OF_JOBS = ("elasticstate.driver.driver", "elasticstate.agent.agent", "elasticstate.cli.run")  # they fork from it, too
 for name in (*MODULES, "torch._dynamo", *OF_JOBS, *filter(None, sys.argv[3].split(","))):
     importlib.import_module(name)
+
+HUGE = 2 << 20
+MADV_COLLAPSE = 25  # Linux 6.1 or later; before, the call has no effect
 
 link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
 
@@ -72,6 +77,17 @@ def run(
     script.run([sys.executable, *command])
 
 
+def use_huge_pages() -> None:
+    """Put this process's memory into huge pages. To fork and to end takes a quarter of the time with them."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        begin, end = (int(address, 16) // HUGE * HUGE for address in addresses.split("-"))
+        for at in range(begin, end, HUGE) if access == "rw-p" and inode == "0" else ():
+            madvise(at, HUGE, MADV_COLLAPSE)  # fails in each part that has too little memory
+
+
 def fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of OpenBLAS's threads
@@ -81,6 +97,7 @@ def fork() -> int:
 script.skip_exit_functions_of(script.mapped_libraries())
 del sys.path[0]  # the directory of this file, which is not that of the scripts
 gc.freeze()
+use_huge_pages()
 while True:
     request, descriptors, _, _ = socket.recv_fds(link, 1 << 17, 3)
     if not request:

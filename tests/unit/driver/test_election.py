@@ -16,8 +16,7 @@ from elasticstate.agent.connection import DriverConnection
 from elasticstate.core.register import FILE, Ballot, Entry, Proposer, Version, Vote
 from elasticstate.driver.driver import Driver
 from elasticstate.driver.election import Elected, Election
-from elasticstate.driver.record import first_record, value_of
-from elasticstate.driver.votes import ReplacedError, Votes
+from elasticstate.driver.record import ReplacedError, Votes, first_record, value_of
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.control import tell_replaced

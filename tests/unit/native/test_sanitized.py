@@ -74,7 +74,9 @@ def test_sanitizers_would_find_something(tmp_path: Path) -> None:
     """Check that the sanitizers detect a known fault. Otherwise a run without reports proves nothing."""
     faults = {
         "address,undefined": "int main(int n, char **) { int *p = new int[2]; delete[] p; return p[n]; }",
-        "thread": "#include <thread>\nint x; int main() { std::thread t([] { x = 1; }); x = 2; t.join(); return 0; }",
+        # One write after the other, as the sanitizer misses two writes at the very same time.
+        "thread": "#include <thread>\n#include <unistd.h>\n"
+        "int x; int main() { std::thread t([] { x = 1; }); usleep(200'000); x = 2; t.join(); return 0; }",
     }
     for sanitize, source in faults.items():
         (tmp_path / "fault.cpp").write_text(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticstate.core.register import Candidate
-from elasticstate.driver.votes import Standbys
+from elasticstate.driver.election import Standbys
 from elasticstate.net import messages
 from elasticstate.net.names import LOCALHOST
 
