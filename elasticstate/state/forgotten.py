@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import linecache
 import sys
 import textwrap
+import tokenize
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -260,8 +262,13 @@ def _counted_by(owner: type | CodeType) -> frozenset[str]:
     ``owner``: the class, or the code of the function, because the cache would keep a function and its variables alive.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    except (OSError, TypeError, SyntaxError, ValueError, IndexError):  # no source
+        if isinstance(owner, type):
+            source = inspect.getsource(owner)
+        else:  # for code, ``inspect.getsource`` asks each imported module where it is
+            lines = linecache.getlines(owner.co_filename)
+            source = "".join(inspect.getblock(lines[owner.co_firstlineno - 1 :]))
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, TypeError, SyntaxError, ValueError, IndexError, tokenize.TokenError):  # no source
         return frozenset()
     declared = {name for node in ast.walk(tree) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
     found: set[str] = set()

@@ -21,12 +21,14 @@ import sys
 import termios
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 gc.disable()
 threshold = (700, 10, 10)  # Python's own: startup/sitecustomize.py has one for imports
 
 import forked_job  # noqa: E402
+import torch  # noqa: E402
 
 from elasticstate.options import replace_environment  # noqa: E402
 from elasticstate.worker.template import MODULES  # noqa: E402
@@ -77,6 +79,13 @@ def run(
     script.run([sys.executable, *command])
 
 
+def keep_kernels() -> None:
+    """Let the forked processes end without removing torch's kernels one by one, which copies most of its memory."""
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        if finalizer.peek()[1] is torch.library._del_library:
+            finalizer.atexit = False
+
+
 def use_huge_pages() -> None:
     """Put this process's memory into huge pages. To fork and to end takes a quarter of the time with them."""
     madvise = ctypes.CDLL(None).madvise
@@ -97,6 +106,7 @@ def fork() -> int:
 script.skip_exit_functions_of(script.mapped_libraries())
 del sys.path[0]  # the directory of this file, which is not that of the scripts
 gc.freeze()
+keep_kernels()
 use_huge_pages()
 while True:
     request, descriptors, _, _ = socket.recv_fds(link, 1 << 17, 3)
