@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import runpy
+import sys
 import textwrap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -406,6 +408,50 @@ def test_no_code_of_the_scripts_objects_runs(tmp_path: Path, caplog: pytest.LogC
     """
     (warning,) = warnings_of(program, tmp_path, caplog)
     assert warning.startswith("schedule (StepLR) changes")
+
+
+def test_modules_that_import_something_when_they_are_asked_are_not_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lazy modules import what they stand for at the first use of an attribute, which may be missing."""
+    monkeypatch.setitem(sys.modules, "lazy", ModuleType("lazy"))  # removed when the test is over
+    program = """
+    import inspect
+    import sys
+    from types import ModuleType
+
+    inspect.modulesbyfile.clear()  # torch has looked for the script in this process
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name):
+            raise ImportError("lazy needs a package that is not installed")
+
+    sys.modules["lazy"] = Lazy("lazy")
+    seen = 0
+
+    class Meter:
+        count = 0
+
+        def add(self):
+            self.count += 1
+
+    meter = Meter()
+    meter.add()
+    state = elastic.TorchState(model=model, optimizer=optimizer)
+
+    @elastic.run
+    def train(state):
+        global seen
+        for _ in range(4):
+            step()
+            seen += 1
+            meter.add()
+            state.commit()
+
+    train(state)
+    """
+    found = warnings_of(program, tmp_path, caplog)
+    assert sorted(text.split()[0] for text in found) == ["meter.count", "seen"]
 
 
 def test_the_first_step_is_not_kept_in_memory(tmp_path: Path) -> None:
