@@ -201,7 +201,8 @@ def check_ticks(d: Draft, members: Sequence[Worker]) -> None:
         ticking = _ticked(ticking, completed, d.now)
     moved_at, standstill = max(map(_MOVED_AT, members)), ticking.standstill
     if standstill is not None and moved_at > standstill.since:
-        reason = "ticks go on" if completed > standstill.ticks else "the script reports progress"
+        has_ticked = any(member.ticks_at > standstill.asked_at for member in members)  # perhaps one that was behind
+        reason = "ticks go on" if has_ticked else "the script reports progress"
         _end(d, standstill, reason, goes_on=True)
         ticking = replace(ticking, standstill=None)
     elif standstill is None and _stands_still(d, ticking, members, moved_at):

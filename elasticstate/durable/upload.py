@@ -81,7 +81,9 @@ class UploadMessage(msgspec.Struct, frozen=True):
 def upload(
     order: UploadOrder, staged: memoryview, storage: DurableStorage, send: Callable[[UploadMessage], None]
 ) -> None:
-    """Save the staged parts, and complete the copy if it has no others. A copy that fails is removed.
+    """Save the staged parts, and complete the copy if it has no others.
+
+    What a failure leaves is removed, at the latest by the next attempt.
 
     Raises errors of the storage, ValueError for a commit that is none, ShardedCommitError, or DamagedCopyError if parts
     of other hosts are missing.
@@ -94,8 +96,9 @@ def upload(
     try:
         end = _save(order, staged, storage, send, completes)
     except BaseException:
-        with suppress(Exception):
-            storage.remove(order.folder, MANIFEST)
+        if completes:  # else other hosts still write there, and their errors would hide the reason
+            with suppress(Exception):
+                storage.remove(order.folder, MANIFEST)
         raise
     if completes:
         warning = _tried(lambda: remove_old(storage, order.keep, order.folder)) or warning

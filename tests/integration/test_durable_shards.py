@@ -136,9 +136,9 @@ def test_a_sharded_state_survives_faults_lost_shards_and_the_loss_of_all_memory(
         assert set(list(all_manifests(place).values())[-1:]) == {3}
 
         killed = while_it_uploads(job, place, lambda process: process.kill())
-        assert (killed["kind"], "was killed by SIGKILL" in killed["reason"]) == ("storage", True), killed
+        assert (killed["kind"], "was killed by SIGKILL" in killed["reason"]) == ("storage", True), str(killed)
         full = while_it_uploads(job, place, lambda process: process.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096)) and None)
-        assert (full["kind"], "File too large" in full["reason"]) == ("full", True), full
+        assert (full["kind"], "File too large" in full["reason"]) == ("full", True), str(full)
         assert not job.events("end"), "no failure of the storage has ended a generation"
 
         # The shards of one host are lost, and the job goes on from the newest copy.

@@ -196,7 +196,8 @@ def test_a_planned_change_at_the_tick_of_a_join_interrupts_all_ranks(tmp_path: P
         assert job.wait_for_event("world_formed", 2)["left"] == ["localhost:2#1"]
         stop.touch()
         job.finish(0)
-        assert [event["exit_code"] for event in job.events("worker_exited")] == [0, 0, 0], job.output
+        ended = {event["worker"]: event["exit_code"] for event in job.events("worker_exited")}
+        assert [ended[f"localhost:{slot}#1"] for slot in range(3)] == [0, 0, 0], job.output
         assert isinstance(job.events("end")[0]["at"], int)
 
 

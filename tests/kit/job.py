@@ -271,7 +271,7 @@ class Hosts:
     def __init__(self, directory: Path) -> None:
         self._file = directory / "hosts"
         self.script = directory / "discover.sh"
-        self.script.write_text(f"#!/bin/sh\nexec cat {self._file}\n")
+        self.script.write_text(f"#!/bin/sh\ncat {self._file}\n")
         self.script.chmod(0o755)
 
     def set(self, *hosts: str) -> Hosts:

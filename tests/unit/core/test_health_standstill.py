@@ -91,6 +91,14 @@ def test_a_tick_that_is_completed_after_all_was_a_long_tick() -> None:
     assert waiting_for(m, 80.0) == ()
 
 
+def test_a_member_that_was_behind_ticks_before_any_other_goes_on() -> None:
+    m, effects = after(TICKED + beat(36.0, 6, 30.0, "a:0#1") + beat(66.0, 6, 60.0, "a:0#1"))
+    assert kinds(effects) == ["AskWhere"]
+    _, effects = after("66.1 where a:0#1 in=1 line=x + where a:1#1 in=1 line=x\n" + beat(80.0, 6, 0.0, "a:1#1"), m)
+    (note,) = notes(effects, "no_tick_ended")
+    assert (note.get("reason"), note.get("goes_on")) == ("ticks go on", True)
+
+
 def test_an_end_of_the_generation_ends_the_standstill() -> None:
     m, _ = after(STILL + "66.1 where a:0#1 in=1 line=x + where a:1#1 in=1 line=x")
     m, effects = after("70.0 exit a:1#1 signal=9", m)

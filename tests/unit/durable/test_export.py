@@ -184,6 +184,23 @@ def test_the_manifest_is_text_for_people(tmp_path: Path) -> None:
     assert manifest["copy"]["parts"][0]["tensors"]["name"] == "part-1.safetensors"
 
 
+def test_a_host_that_fails_leaves_the_files_of_the_others_alone(tmp_path: Path) -> None:
+    """What fails then would hide the reason. The next attempt removes all."""
+    commits = [shard_file({"model.weight": (torch.randn(3, 3), (at, 0))}) for at in (0, 3)]
+    storage, name = Directory(str(tmp_path), Files()), copy_name(1)
+    orders = [
+        UploadOrder(str(tmp_path), name, 3, "job", "id", CommitId(3, 4), 2, 2, (StagedPart(n, n, 0, len(commit)),))
+        for n, commit in enumerate(commits, 1)
+    ]
+    upload(orders[0], memoryview(commits[0]), storage, Sent())
+    before = storage.sizes(name)
+    with pytest.raises(ValueError, match="no header"):
+        upload(orders[1], memoryview(bytes(len(commits[1]))), storage, Sent())
+    assert storage.sizes(name) == before
+    upload(structs.replace(orders[0], folder=copy_name(2)), memoryview(commits[0]), storage, Sent())
+    assert storage.folders() == [copy_name(2)]
+
+
 def test_hosts_save_parts_and_one_of_them_completes_the_copy(tmp_path: Path) -> None:
     weight = torch.randn(7, 3)
     blocks = [shard_file({"model.weight": (weight[at : at + 3], (at, 0))}) for at in (0, 3, 6)]
