@@ -185,7 +185,7 @@ def test_the_manifest_is_text_for_people(tmp_path: Path) -> None:
 
 
 def test_a_host_that_fails_leaves_the_files_of_the_others_alone(tmp_path: Path) -> None:
-    """What fails then would hide the reason. The next attempt removes all."""
+    """Their errors would hide the reason. The next attempt removes all files."""
     commits = [shard_file({"model.weight": (torch.randn(3, 3), (at, 0))}) for at in (0, 3)]
     storage, name = Directory(str(tmp_path), Files()), copy_name(1)
     orders = [
