@@ -82,7 +82,7 @@ def test_a_signal_to_an_agent_lets_its_host_leave_and_it_may_dial_in_again(netwo
         job = stack.enter_context(listening_job(network, tmp_path, token, "-np", "2", "--preemption-signals", names))
         job.wait_for("token file", token.exists)
         assert token.stat().st_mode & 0o777 == 0o600
-        leaving = [stack.enter_context(agent(network, name, token, "--slots", "1")) for name in "ab"][1]
+        staying, leaving = [stack.enter_context(agent(network, name, token, "--slots", "1")) for name in "ab"]
         trains_with(job, 2)
         for count, number in enumerate(signals, 1):
             leaving.send_signal(number)
@@ -96,3 +96,4 @@ def test_a_signal_to_an_agent_lets_its_host_leave_and_it_may_dial_in_again(netwo
         assert all(event["at"] != "now" for event in job.events("end"))
         assert job.events("host_cooldown") == [], "it is another agent, and may work at once"
         ends_well(job)
+        assert [process.wait(30) for process in (staying, leaving)] == [0, 0]
