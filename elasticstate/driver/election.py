@@ -1,7 +1,8 @@
 """The election of a new driver, on any machine: it learns the job's record from the agents that have lost the driver.
 
 The rules are in core/register.py. Agents that have lost their driver dial the places where the next one may listen. If
-a majority of the acceptors is here, no other driver has one, and this one asks for their votes.
+a majority of the acceptors is here, no other driver has one, and this one asks for their votes. ``Standbys`` keeps
+processes on other hosts that wait for this.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def upload(
 ) -> None:
     """Save the staged parts, and complete the copy if it has no others.
 
-    The next attempt, at the latest, removes the files of a failure.
+    After a failure, the next attempt at the latest removes the files of this one.
 
     Raises errors of the storage, ValueError for a commit that is none, ShardedCommitError, or DamagedCopyError if parts
     of other hosts are missing.
