@@ -60,7 +60,7 @@ class WorkerProcess:
         """``pipes``: the ends from which this process reads the worker's stdout and stderr."""
         self.worker = worker
         self._process = child
-        self._has_ended = False
+        self.ended_ns = 0  # unix time at which its end was noticed; 0: it lives
         self._stderr = stderr
         out, err = (os.fdopen(pipe, "rb", buffering=0) for pipe in pipes)
         self._pumps = [asyncio.ensure_future(stdout.run(out)), asyncio.ensure_future(stderr.run(err))]
@@ -72,14 +72,14 @@ class WorkerProcess:
 
     def ask_for_stacks(self) -> None:
         """Let it print the stacks of its threads, even if it was stopped. No effect if it cannot, or has ended."""
-        if not self._has_ended and catches(self.pid, STACKS_SIGNAL):
+        if not self.ended_ns and catches(self.pid, STACKS_SIGNAL):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, STACKS_SIGNAL)
                 os.kill(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
         """Send SIGTERM to its process group. No effect after its end."""
-        if not self._has_ended:
+        if not self.ended_ns:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
 
@@ -89,14 +89,14 @@ class WorkerProcess:
         The rest of its session is killed when the process has ended: not its process group at once, because a resource
         tracker of ``multiprocessing`` must outlive the processes whose semaphores it removes.
         """
-        if not self._has_ended:
+        if not self.ended_ns:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     async def ended(self) -> Ending:
         """Wait for the end of the process, kill the rest of its session, and pass on its remaining output."""
         await ended_child(self.pid)
-        self._has_ended = True
+        self.ended_ns = time.time_ns()
         code = await in_thread(self._end_session)
         _, late = await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)  # a detached process may hold a pipe
         for pump in late:
@@ -139,6 +139,9 @@ class WorkerHandle:
     """Digests of the commits in its buffers, and newer ones, that a new driver needs."""
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def ended_before(self, other: WorkerProcess) -> bool:
+        return 0 < self.process.ended_ns < other.ended_ns
 
     def waited_s(self, now: float) -> float | None:
         """Return the seconds for which the worker has waited in a collective call; None: it does not wait."""
@@ -240,6 +243,8 @@ class Workers:
         """Wait for the end of a worker, and report it after all that the worker has sent."""
         process = handle.process
         ending = await process.ended()
+        while before := [h.watcher for h in self._job.handles.values() if h.watcher and h.ended_before(process)]:
+            await asyncio.wait(before)  # reported in order: the first death is the cause of those that follow
         self._socket.drain(process.worker)
         handle.liveness.look(asyncio.get_running_loop().time())
         self._supervisor.send_stamps()  # its last commits
@@ -257,7 +262,7 @@ class Workers:
         if ending.exit_code in (126, 127) and _CANNOT_RUN in error:
             remedy = remedy_for(self._job.options.command[0], self._job.launch.directory)
             error = f"{error.rstrip()}\n{remedy}" if remedy else error
-        end = (ending.exit_code, ending.signal, error, time_ns, handle.liveness.commits)
+        end = (ending.exit_code, ending.signal, error, time_ns or process.ended_ns, handle.liveness.commits)
         self._report_exit(messages.WorkerExited(process.worker, process.pid, *end))
 
     def _report_exit(self, exited: messages.WorkerExited) -> None:
@@ -400,7 +405,7 @@ _NO_GROUP = "Default process group has not been initialized"
 def cause_of_death(
     ending: Ending, written: WorkerError | None, oom_kills: int, oom_kills_before: int
 ) -> tuple[str, int]:
-    """Return the cause as text, and its time in unix nanoseconds.
+    """Return the cause as text, and the time of the exception in unix nanoseconds; 0: there is none.
 
     The exception that the worker wrote down comes first. Without one, the cause is the end of stderr, which after
     SIGSEGV and similar signals is the stack of the fault (faulthandler).
@@ -412,7 +417,7 @@ def cause_of_death(
         count = oom_kills - oom_kills_before
         killed = f"{OUT_OF_MEMORY}: its memory cgroup counted {count} OOM kill(s) while the worker ran"
         text = f"{text}\n{killed}" if text else killed
-    return _with_hint(text), time.time_ns()
+    return _with_hint(text), 0
 
 
 def _with_hint(text: str) -> str:

@@ -182,6 +182,8 @@ def _end_if_due(d: Draft, present: Round) -> bool:
         if known is not None and running.earlier(known.cause, failure.cause) is known.cause:
             failure = known
         ends_at = d.now if _is_plain(d) or not failure.own_error else max(d.now, d.ledger.quiet_until)
+        if failure.cause.follows and _members(d):  # the failure from which it follows is still to be reported
+            ends_at += d.policy.failure_grace_s
         present = replace(present, failure=failure, ends_at=min(present.ends_at, ends_at))
         d.update_ledger(round=present)
     draining = _draining(d)

@@ -418,8 +418,11 @@ def fail_without_progress(d: Draft, reason: str, first: t.RootCause | None) -> N
 
 
 def earlier(known: t.RootCause | None, found: t.RootCause) -> t.RootCause:
-    """Return the earlier of two failures by the clocks of their hosts; without a clock time, the one reported first."""
-    return found if known is None or 0 < found.time_ns < known.time_ns else known
+    """Return the earlier of two failures. The error of a collective follows from another failure; else the clocks of
+    the hosts decide, and without a clock time the order of the reports."""
+    if known is None or known.follows != found.follows:
+        return found if known is None or known.follows else known
+    return found if 0 < found.time_ns < known.time_ns else known
 
 
 def first_cause(found: list[Failure]) -> Failure:

@@ -16,6 +16,11 @@ from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, 
 SHOWN = 16
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch prints it before each line, if there is a process group
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*: ")
+_OF_A_COLLECTIVE = re.compile(  # errors of torch 2.13 for a connection that ends, and for a member that does not answer
+    r"^(\[rank\d+\]: )?(RuntimeError: \[\S*gloo/|torch\.distributed\.Dist\w+Error: |"
+    r"elasticstate\.errors\.CollectiveError: )",
+    re.MULTILINE,
+)
 
 
 def number_of(count: int, what: str) -> str:
@@ -869,6 +874,11 @@ class RootCause:
     error: str = ""  # traceback or the end of stderr
     time_ns: int = 0  # unix time of the worker's host; 0: not known
     is_confirmed: bool = field(default=False, repr=False)  # an own error of a worker that has not ended yet
+
+    @property
+    def follows(self) -> bool:
+        """True if the exception is that of a collective: another worker has failed before, or does not answer."""
+        return _OF_A_COLLECTIVE.search(self.error) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import time
 
 from elasticstate.net.messages import STORE_JOINED
 
-_LOOK_INTERVAL_S = 0.05
+_FIRST_LOOK_S, _LOOK_INTERVAL_S = 0.001, 0.05
 
 
 def main() -> None:
@@ -28,8 +28,10 @@ def main() -> None:
     listener = os.dup(1)
     os.dup2(2, 1)
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    pause_s = _FIRST_LOOK_S  # the client is connecting, and its script may end within milliseconds
     while store.num_keys() == 0:  # a client counts itself when it has connected (torch 2.13, TCPStore.cpp)
-        time.sleep(_LOOK_INTERVAL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_INTERVAL_S)
     sys.stderr.write(f"{STORE_JOINED}\n")
     sys.stderr.flush()
     signal.pause()

@@ -122,6 +122,30 @@ def test_of_two_hosts_that_fail_together_the_first_is_named(fails: Fails) -> Non
     assert 0 < times["localhost"] - times["127.0.0.2"] < 300_000_000, "the later one's process has ended first"
 
 
+def test_of_two_workers_the_first_to_end_is_named_although_its_output_comes_late(fails: Fails) -> None:
+    """A process that outlives rank 1 holds its output open until rank 0 has ended, too."""
+    program = (
+        "import os, signal, subprocess, time\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ids = [torch.tensor(0) for _ in range(2)]\n"
+        "dist.all_gather(ids, torch.tensor(os.getpid()))\n"
+        "first, second = (f'/proc/{int(ids[rank])}' for rank in (1, 0))\n"
+        "if dist.get_rank() == 1:\n"
+        "    subprocess.Popen(['sh', '-c', f'while [ -e {second} ]; do sleep 0.02; done'], start_new_session=True)\n"
+        "    dist.barrier()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.barrier()\n"
+        "while os.path.exists(first):\n"
+        "    time.sleep(0.01)\n"
+        "raise ValueError('of rank 0')\n"
+    )
+    raised, said = fails([sys.executable, "-c", program])
+    assert said[0].endswith("localhost:1#1 was killed by SIGKILL")
+    assert (raised.root_cause.rank, raised.root_cause.signal) == (1, signal.SIGKILL)
+
+
 @pytest.fixture
 def small_memory() -> Iterator[str]:
     """Memory cgroup of 1.5 GB. Yields the file to which a process writes its id to enter the group."""

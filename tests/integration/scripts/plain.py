@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import os
 import time
@@ -25,8 +24,6 @@ def main() -> None:
     parser.add_argument("--fail-step", type=int, default=5)
     parser.add_argument("--run-rank", type=int, help="rank that uses elasticstate.run instead")
     args = parser.parse_args()
-    if args.fail_rank is not None:  # as long as the end of a new process with torch takes: forked ones end sooner, and
-        atexit.register(time.sleep, 0.3)  # an agent may see two deaths at once
     rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def log(what: str, **fields: object) -> None:

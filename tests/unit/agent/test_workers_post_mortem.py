@@ -17,7 +17,7 @@ def test_the_error_file_comes_before_the_end_of_stderr(tmp_path: Path) -> None:
     tracebacks.write(path, tracebacks.describe(ValueError("mine"), 7))
     assert cause_of_death(Ending(1, None, "noise"), tracebacks.read(path), 0, 0) == ("ValueError: mine\n", 7)
     text, time_ns = cause_of_death(Ending(1, None, "noise"), None, 0, 0)
-    assert (text, time_ns > 7) == ("noise", True)
+    assert (text, time_ns) == ("noise", 0)
 
 
 def test_who_ends_well_has_no_cause(tmp_path: Path) -> None:
