@@ -32,7 +32,8 @@ from elasticstate.mpi.worker.group import GONE, MpiGroup, Progress
 from elasticstate.mpi.worker.world_builder import WorldBuilder, group_of
 from elasticstate.net.messages import BackendRequest, FromWorkerBody, encode
 from elasticstate.options import WorkerEnvironment
-from elasticstate.worker.contexts import Aside, Context, Fault, Rendezvous, TorchGroups
+from elasticstate.worker.contexts import Aside, Context, Fault, Rendezvous
+from elasticstate.worker.contexts.gloo import TorchGroups
 from elasticstate.worker.script import exit_for_replacement
 
 _LOOK_INTERVAL_S = 0.002

@@ -1,7 +1,7 @@
 """Interface between the run loop and a backend: one :class:`Backend` per process, one :class:`Context` per generation.
 
-No backend depends on the loop or on another backend. The table in elasticstate.backends names the backends. Also here:
-the choice of the backend, and what several backends use.
+No backend depends on the loop. The table in elasticstate.backends names the backends. Also here: the choice of the
+backend, and what they find out about lost devices.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import gc
 import sys
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +26,6 @@ from elasticstate._native import GlooSockets
 from elasticstate.backends import BACKENDS
 from elasticstate.compat import process_groups
 from elasticstate.compat.process_groups import Store
-from elasticstate.errors import CollectiveError
-from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.options import WorkerEnvironment
 from elasticstate.plug_ins import load_part
@@ -165,68 +162,6 @@ def torch_name(backend: str) -> str:
     ``nccl`` is ProcessGroupNCCL, whatever torch means by that name.
     """
     return process_groups.torch_backend(*{"nccl": ("nccl-legacy", "nccl"), "nccl2": ("nccl2",)}[backend])
-
-
-class TorchGroups:
-    """The groups that torch creates in one generation, from ``create`` to ``destroy``. Main thread only.
-
-    These are the default group and those of user code's ``new_group``, ``split_group`` and ``DeviceMesh``. They get the
-    world's timeout. ``begin(size)`` is called before the creation of a group (False stops it), ``end()`` afterwards.
-    """
-
-    def __init__(self, begin: Callable[[int], bool], end: Callable[[], None]) -> None:
-        self._begin = begin
-        self._end = end
-        self._timeout = timedelta()
-        self._made: list[weakref.ref[Any]] = []
-        self._restore_creation: Callable[[], None] | None = None
-
-    def create(self, backend: str, collective_timeout: timedelta, **options: Any) -> None:
-        """Call ``init_process_group(backend, **options)``. Later groups get the timeout ``collective_timeout``."""
-        self._timeout = collective_timeout
-        excepthook = sys.excepthook
-        self._restore_creation = process_groups.replace_group_creation(self._create_registered)
-        try:
-            dist.init_process_group(backend, **options)
-        finally:
-            sys.excepthook = excepthook  # each init_process_group wraps it again
-
-    def destroy(self) -> None:
-        """Destroy the groups, if any were created."""
-        if self._restore_creation is not None:
-            self._restore_creation()
-            self._restore_creation = None
-        if dist.is_initialized():
-            process_groups.destroy_groups(logger.error)
-        process_groups.reset_group_count()
-        self._made.clear()
-
-    def all(self) -> set[Any]:
-        """Return all groups that live, on any thread. torch does not list those of ``ProcessGroup.split_group``."""
-        made = (reference() for reference in self._made.copy())
-        return {*process_groups.all_groups(), *(group for group in made if group is not None)}
-
-    def retire(self) -> list[Any]:
-        """Take all groups out of use. Whoever drops the returned list destroys the groups, on any thread."""
-        groups = process_groups.all_groups()
-        self.destroy()
-        return groups
-
-    def _create_registered(
-        self, create: Callable[..., Any], size: int, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        if kwargs.get("timeout") in process_groups.DEFAULT_TIMEOUTS:
-            kwargs["timeout"] = self._timeout
-        if not self._begin(size):
-            raise CollectiveError("the generation has ended")
-        try:
-            made = create(*args, **kwargs)
-            group = made[0] if isinstance(made, tuple) else made
-            if isinstance(group, dist.ProcessGroup):
-                self._made.append(weakref.ref(group))
-            return made
-        finally:
-            self._end()
 
 
 # cudaError_t after which "the process must be terminated and relaunched", according to the CUDA runtime documentation:

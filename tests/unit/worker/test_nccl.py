@@ -22,7 +22,8 @@ from elasticstate.core.ids import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.options import WorkerEnvironment, set_unless_given
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts import Context, Fault, TorchGroups, nccl
+from elasticstate.worker.contexts import Context, Fault, nccl
+from elasticstate.worker.contexts.gloo import TorchGroups
 from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
