@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.driver.report import CALL_FILE, FAILED, OUTCOME_FILE, OWN_ERROR, LaunchOutcome, result_name
+from elasticstate.driver.job import FAILED, OWN_ERROR
+from elasticstate.driver.report import CALL_FILE, OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
 from elasticstate.failures import WorkerFailure, status_of
 from elasticstate.log import logger

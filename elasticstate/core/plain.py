@@ -11,7 +11,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from elasticstate.core import accounting, event_file, running, slots, types as t
+from elasticstate.core import accounting, event_file, phases, slots, types as t
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.state import Draft, Failure, Round, Together, Waiting, Worker
 from elasticstate.core.types import exception_line, listed, number_of
@@ -85,9 +85,9 @@ def together(d: Draft, phase: Together) -> None:
     present = d.ledger.round
     assert present is not None
     if reason := mixture(d):
-        running.fail_job(d, reason, own_error=True)
+        phases.fail_job(d, reason, own_error=True)
     elif has_finished(d):
-        running.become_over(d, True)
+        phases.become_over(d, True)
     elif not _end_if_due(d, present):
         d.reason = _exits_awaited(d) or f"{number_of(len(present.members), 'worker')} without run"
 
@@ -118,7 +118,7 @@ def waiting_plain(d: Draft, phase: Waiting) -> None:
     elif d.now >= phase.since + limit_s:
         who = listed(list(missing(d, d.now)), "; ")
         reason = f"--elastic-timeout of {limit_s:g} s expired: {d.reason}; missing: {who}"
-        running.fail_job(d, reason, d.ledger.outage, own_error=False)
+        phases.fail_job(d, reason, d.ledger.outage, own_error=False)
         return
     if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
         what = f"at least {number_of(d.policy.fewest(d.generation), 'free slot')}"
@@ -145,7 +145,7 @@ def round_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
         yield "notice of exits", present.exits_since + d.policy.waiting_notice_s
     draining = _draining(d)
     if draining:
-        yield "preemption window", running.drain_time(d, draining)
+        yield "preemption window", phases.drain_time(d, draining)
     yield "join", _join_time(d, present)
 
 
@@ -178,8 +178,8 @@ def _await_exits(d: Draft, present: Round) -> bool:
 def _end_if_due(d: Draft, present: Round) -> bool:
     """End the round if a worker has failed, or if the members must change. Return True if the round ends."""
     if d.broken:
-        failure, known = running.first_cause(d.broken), present.failure
-        if known is not None and running.earlier(known.cause, failure.cause) is known.cause:
+        failure, known = phases.first_cause(d.broken), present.failure
+        if known is not None and phases.earlier(known.cause, failure.cause) is known.cause:
             failure = known
         ends_at = d.now if _is_plain(d) or not failure.own_error else max(d.now, d.ledger.quiet_until)
         if failure.cause.follows and _members(d):  # the failure from which it follows is still to be reported
@@ -191,7 +191,7 @@ def _end_if_due(d: Draft, present: Round) -> bool:
         if d.now < present.ends_at:
             return False
         _fail(d, present, present.failure)
-    elif draining and d.now >= running.drain_time(d, draining):
+    elif draining and d.now >= phases.drain_time(d, draining):
         _change(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
     elif d.now >= _join_time(d, present) and not _finished(d, present) and (free := slots.newcomers(d)):
         d.update_ledger(planned_at=d.now)
@@ -273,8 +273,8 @@ def _end(d: Draft, present: Round, cause: str, more: event_file.PlainEndFields |
 def _change(d: Draft, present: Round, cause: str) -> None:
     """End the round by plan. End the job if planned changes count and exceed --reset-limit."""
     _end(d, present, cause, {"planned": True})
-    if d.policy.counts_changes and (reason := running.count_reset(d, "world")):
-        running.fail_job(d, f"{reason}; last: {cause}")
+    if d.policy.counts_changes and (reason := phases.count_reset(d, "world")):
+        phases.fail_job(d, f"{reason}; last: {cause}")
 
 
 def _fail(d: Draft, present: Round, failure: Failure) -> None:
@@ -290,7 +290,7 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
     first = None if lived_long else ledger.no_progress_cause
     if failure.own_error and _is_plain(d):
         row, first = row + 1, first or failure.cause
-    exceeded = running.count_reset(d, "world")
+    exceeded = phases.count_reset(d, "world")
     d.update_ledger(
         restarts=ledger.restarts + 1,
         no_progress=row,
@@ -300,9 +300,9 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
     _end(d, present, failure.cause.reason, _attempt(d, failure))
     if row >= policy.max_no_progress and not restarts_are_limited(d):
         soon = f"less than {slots.long_s(d):g} s after its start"
-        running.fail_without_progress(d, f"no progress: {row} times in a row a worker failed {soon}", first)
+        phases.fail_without_progress(d, f"no progress: {row} times in a row a worker failed {soon}", first)
     elif exceeded:
-        running.fail_job(d, exceeded, failure.cause)
+        phases.fail_job(d, exceeded, failure.cause)
 
 
 def restarts_are_limited(d: Draft) -> bool:

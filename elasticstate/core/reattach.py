@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from elasticstate.core import types as t
 from elasticstate.core.accounting import activity_of, follow
 from elasticstate.core.figures import Losses, Origin, TimeAccount
+from elasticstate.core.phases import end_now
 from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
-from elasticstate.core.running import end_now
 from elasticstate.core.slots import record_incarnation
 from elasticstate.core.state import Draft, Failure, Finishing, Host, Ledger, Running, Ticking, Worker
 from elasticstate.core.step import Transition, new_membership

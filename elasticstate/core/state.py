@@ -274,7 +274,7 @@ class Slot(Struct, frozen=True, gc=False):
     damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say
     age: int = NEWCOMER  # of its next worker in the next world: that of a replaced one, whose rank it takes
     digests: tuple[tuple[CommitId, int], ...] = ()  # of its last commits, with --divergence restore
-    misfit: t.RootCause | None = None  # why its last process could not load the state of the job (waiting.py)
+    misfit: t.RootCause | None = None  # why its last process could not load the state of the job (phases.py)
     barred: bool = False  # no worker is started here any more: it could not load the state of the job
 
 

@@ -26,12 +26,11 @@ from elasticstate.core import (
     event_file,
     health,
     links,
+    phases,
     plain,
-    running,
     sharded,
     slots,
     types as t,
-    waiting,
 )
 from elasticstate.core.divergence import answered, compare, comparison_deadlines, digests_reported, kept_digests
 from elasticstate.core.figures import TimeAccount
@@ -53,6 +52,7 @@ from elasticstate.core.state import (
     fields_of,
     is_live,
 )
+from elasticstate.core.types import number_of
 from elasticstate.failures import how_it_ended, signal_name
 
 
@@ -121,23 +121,23 @@ def next_deadline(m: Membership) -> float | None:
 def decide(d: Draft) -> None:
     """Apply the rule of the phase until the phase does not change any more."""
     if d.stopped_by:
-        running.stop_job(d, d.stopped_by)
+        phases.stop_job(d, d.stopped_by)
     while True:
         before = d.phase
         match before:
             case Waiting():
-                waiting.waiting(d, before)
+                _waiting(d, before)
             case Forming():
-                waiting.forming(d, before)
+                phases.forming(d, before)
             case Running():
-                running.running(d, before)
+                phases.running(d, before)
                 if isinstance(d.phase, Forming | Finishing):
                     health.end_stalls(d, before)
                     health.end_stragglers(d, before)
             case Stopping():
-                running.stopping(d, before)
+                phases.stopping(d, before)
             case Finishing():
-                running.finishing(d, before)
+                phases.finishing(d, before)
             case Together():
                 plain.together(d, before)
             case Over():
@@ -148,19 +148,45 @@ def decide(d: Draft) -> None:
             return
 
 
+def _waiting(d: Draft, phase: Waiting) -> None:
+    """Apply the rule of the phase Waiting for a command that is plain or not, or whose kind is unknown yet."""
+    if d.broken and d.ledger.outage is None:
+        d.update_ledger(outage=d.broken[0].cause)
+    if reason := plain.mixture(d):
+        phases.fail_job(d, reason, own_error=True)
+    elif d.ledger.kind == "plain":
+        plain.waiting_plain(d, phase)
+    elif plain.has_finished(d):
+        phases.become_over(d, True)
+    elif (misfit := phases.of_newest_commit(d)) is not None:
+        phases.fail_job(d, "the newest commit does not fit the objects of a new process", misfit)
+    elif d.generation == 0 and not plain.restarts_are_limited(d) and phases.every_worker_failed(d):
+        phases.fail_job(d, "every worker failed before the first world", d.ledger.outage)
+    elif d.generation == 0 and not plain.restarts_are_limited(d) and (bad := phases.failed_slots(d)):
+        times = f"{d.policy.max_no_progress} times in a row"
+        reason = f"{number_of(bad, 'slot')} failed {times} before the first world"
+        phases.fail_job(d, reason, d.ledger.outage)
+    elif not plain.first_rounds(d):
+        phases.waiting(d, phase, plain.is_running(d))
+
+
 def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
     """Yield the times, by name, at which the rule of the present phase may decide otherwise; some may have passed."""
     match d.phase:
         case Waiting():
-            yield from waiting.waiting_deadlines(d, d.phase)
+            if d.ledger.kind == "plain":
+                yield from plain.waiting_plain_deadlines(d, d.phase)
+            else:
+                yield from plain.round_deadlines(d)
+                yield from phases.waiting_deadlines(d, d.phase)
         case Forming():
-            yield from waiting.forming_deadlines(d, d.phase)
+            yield from phases.forming_deadlines(d, d.phase)
         case Running():
-            yield from running.running_deadlines(d, d.phase)
+            yield from phases.running_deadlines(d, d.phase)
         case Stopping():
-            yield from running.stopping_deadlines(d, d.phase)
+            yield from phases.stopping_deadlines(d, d.phase)
         case Finishing():
-            yield from running.finishing_deadlines(d, d.phase)
+            yield from phases.finishing_deadlines(d, d.phase)
         case Together():
             yield from plain.round_deadlines(d)
 
@@ -362,7 +388,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     _remove_worker(d, worker, event.exit_code, event.signal, expected=benign and not worker.overdue)
     if not benign:
         slots.slot_failed(d, worker, cause)
-        waiting.worker_failed(d, worker, cause)
+        phases.worker_failed(d, worker, cause)
 
 
 def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cause: t.RootCause) -> None:
@@ -394,9 +420,9 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
     """Record that a member of the newest world has ended by itself."""
     own_error = worker.ready is None and bool(cause.exit_code) and cause.signal is None
     if own_error:
-        d.update_ledger(own_errors=d.ledger.own_errors + 1, own_error=running.earlier(d.ledger.own_error, cause))
+        d.update_ledger(own_errors=d.ledger.own_errors + 1, own_error=phases.earlier(d.ledger.own_error, cause))
     if d.ledger.outage is not None:
-        d.update_ledger(outage=running.earlier(d.ledger.outage, cause))
+        d.update_ledger(outage=phases.earlier(d.ledger.outage, cause))
     d.broken.append(Failure(cause, "own", own_error))
 
 

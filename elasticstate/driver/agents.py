@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from elasticstate import commits as commit_directory
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
 from elasticstate.core.register import Candidate
-from elasticstate.driver.job import BackgroundTasks
 from elasticstate.driver.output import CountedLines
 from elasticstate.driver.record import Votes
 from elasticstate.errors import OptionError
@@ -61,6 +61,32 @@ _IN_FLIGHT_S = 1.0  # data of an agent that arrives so long after the next one h
 _LOOK_INTERVAL_S = 0.05
 _RESOLVER_TIMEOUT_S = 2.0
 _BAD_NAME = "the agent's host name is invalid. Use letters, digits, dots, dashes and underscores, and no dot first"
+
+
+class BackgroundTasks:
+    """Tasks of one owner. ``wake`` is called when one has failed; then ``check`` raises its error."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._error: BaseException | None = None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
+            self._wake()
+
+    def check(self) -> None:
+        """Raise the error of a task: a driver that no longer watches its agents must not continue."""
+        if self._error is not None:
+            raise self._error
 
 
 class Agents:

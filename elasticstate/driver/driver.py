@@ -8,20 +8,22 @@ import gc
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.core import event_file, types as t
 from elasticstate.core.accounting import figures_of
+from elasticstate.core.reattach import reattach
 from elasticstate.core.register import Proposer
 from elasticstate.core.state import Running
-from elasticstate.core.step import next_deadline
+from elasticstate.core.step import next_deadline, step
 from elasticstate.core.types import listed
 from elasticstate.core.worlds import parts_of
 from elasticstate.discovery import Discovery, Hosts, HostSource, host_source
@@ -29,7 +31,7 @@ from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable import DurableCopies
 from elasticstate.driver.election import Elected, Standbys, elected_here
-from elasticstate.driver.job import EventQueue, JobState, Journal
+from elasticstate.driver.job import FAILED, OWN_ERROR, JobState, Outcome
 from elasticstate.driver.output import CountedLines, LiveLine, OutputTroubles, Tails, captured
 from elasticstate.driver.record import (
     JobDirectory,
@@ -43,15 +45,7 @@ from elasticstate.driver.record import (
     lost_hosts,
     next_record,
 )
-from elasticstate.driver.report import (
-    FAILED,
-    OWN_ERROR,
-    LaunchResults,
-    Outcome,
-    ReplicationSums,
-    Report,
-    function_to_call,
-)
+from elasticstate.driver.report import Journal, LaunchResults, ReplicationSums, Report, function_to_call
 from elasticstate.driver.screen import Screen
 from elasticstate.driver.status import overview_of, status_text
 from elasticstate.errors import DiscoveryError, OptionError
@@ -73,6 +67,71 @@ _AGENTS_COME_S = 0.5  # a new driver on another machine waits so long for the la
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
 _DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
+
+
+_DELAY_PER_WORKER_S = 1e-4  # delay of events that are not urgent
+_LONGEST_DELAY_S = 1.0
+
+
+class EventQueue:
+    """Events that the core has not received yet. The main loop waits until it is time to pass them to the core."""
+
+    def __init__(self) -> None:
+        self._events: list[t.Event] = []
+        self._ready_at: dict[int, float] = {}  # when a READY arrived, by its index
+        self._is_due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None  # for events that can wait
+
+    @property
+    def events(self) -> Sequence[t.Event]:
+        return self._events
+
+    def post(self, event: t.Event) -> None:
+        """Add an event that the core must receive at once."""
+        if isinstance(event, t.FromWorker) and isinstance(event.body, t.Ready):
+            self._ready_at[len(self._events)] = asyncio.get_running_loop().time()
+        self._events.append(event)
+        self.wake()
+
+    def post_later(self, events: Iterable[t.Event], workers: int) -> None:
+        """Add events that can wait, so that the core receives several at once.
+
+        A step of the core takes time for each of the job's ``workers``.
+        """
+        self._events += events
+        if self._timer is None:
+            delay_s = min(_LONGEST_DELAY_S, _DELAY_PER_WORKER_S * workers)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.wake)
+
+    def wake(self) -> None:
+        """End the present or next call of ``wait``."""
+        self._is_due.set()
+
+    async def wait(self, deadline: float | None) -> None:
+        """Wait for events, a call of ``wake``, or the deadline on the event loop's clock."""
+        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.wake)
+        await self._is_due.wait()
+        self._is_due.clear()
+        if timer is not None:
+            timer.cancel()
+
+    def take(self) -> list[t.Event]:
+        """Remove all events, and return them in their order. READY names the present length of the worker's pause.
+
+        A driver that reattaches waits for its agents, for a limited time, before it takes their first events.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        events, self._events = self._events, []
+        ready_at, self._ready_at = self._ready_at, {}
+        now = asyncio.get_running_loop().time()
+        for index, at in ready_at.items():
+            event = events[index]
+            assert isinstance(event, t.FromWorker)
+            assert isinstance(event.body, t.Ready)
+            events[index] = replace(event, body=replace(event.body, paused_s=event.body.paused_s + now - at))
+        return events
 
 
 class Driver:
@@ -323,7 +382,7 @@ class Driver:
     def _listen_for_signals(self) -> None:
         """Handle signals. The first one that stops the job stops the workers, the second one kills them.
 
-        A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/running.py.
+        A world that trains has ``--stop-timeout``, in which its scripts may save and return: see core/phases.py.
         """
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
@@ -431,9 +490,12 @@ class Driver:
     async def _step(self) -> None:
         events = [*self._agents.news(), *self._queue.take()]
         event = t.Several(tuple(events)) if events else t.TimePassed()
-        before = self._state.membership
-        effects = self._state.step(event, self._loop.time())
-        m = self._state.membership
+        state, now = self._state, self._loop.time()
+        before = state.membership
+        m, effects, state.reason = step(before, event, now)
+        state.membership, state.stepped_at = m, now
+        if m.ledger.highest != before.ledger.highest:
+            state.committed_at = now
         has_new_activity = m.ledger.account.activity != before.ledger.account.activity
         has_new_layout = m.shards.layouts is not before.shards.layouts
         is_first_commit = self._keeper.record.highest is None and m.ledger.highest is not None
@@ -471,7 +533,10 @@ class Driver:
             return
         for host in set(reattachment.lost()).difference(lost_hosts(self._queue.events)):
             self._agents.give_up(host, "was unreachable when the driver was restarted")
-        effects = self._state.reattach(reattachment, self._loop.time())
+        state, now = self._state, self._loop.time()
+        remains = reattachment.remains((now, time.time()))
+        state.membership, effects, state.reason = reattach(self._options.policy(), remains, now)
+        state.stepped_at = now
         agents = self._agents
         await self._keeper.keep(self._state.membership, agents.ports, self._state.stepped_at, agents.places)
         lost = lost_hosts(self._queue.events)

@@ -21,7 +21,8 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.state import Membership, Over, Running, living_members
 from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
-from elasticstate.driver.job import JobState, Journal
+from elasticstate.driver.job import JobState
+from elasticstate.driver.report import Journal
 from elasticstate.durable.stored_copies import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED, copy_name
 from elasticstate.net import messages
 from elasticstate.options import Options

@@ -21,8 +21,8 @@ from elasticstate.core.health import no_tick_text
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.state import Membership, Running, Together, living_members
 from elasticstate.core.types import listed, number_of
-from elasticstate.driver.job import JobState, Journal
-from elasticstate.driver.report import Report
+from elasticstate.driver.job import JobState
+from elasticstate.driver.report import Journal, Report
 from elasticstate.driver.screen import Screen
 from elasticstate.net import messages
 from elasticstate.net.messages import OutputTrouble

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import msgspec
 
@@ -19,6 +19,7 @@ from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.ids import CommitId, WorkerId
 from elasticstate.core.state import Membership, by_discovery
 from elasticstate.core.types import RootCause, Shards, listed, number_of, ranks_text
+from elasticstate.driver.job import FAILED, OWN_ERROR, JobState, Outcome
 from elasticstate.driver.record import RecordOverview
 from elasticstate.driver.status import CopyTotals
 from elasticstate.errors import OptionError
@@ -44,19 +45,6 @@ _WORLD_HELD_S = 5.0  # longest time that the line of a world is held, so that it
 
 def _slot_name(worker: str) -> str:
     return worker.partition("#")[0]
-
-
-FAILED = 1  # exit status: another attempt may succeed
-OWN_ERROR = 3  # exit status: the script's own error, which would come again
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of the job."""
-
-    status: int
-    word: str  # succeeded, failed, or what stopped the job
-    root_cause: RootCause | None = None
 
 
 class Report:
@@ -276,6 +264,56 @@ class Report:
     def _write(self, line: Fields) -> None:
         if self._events is not None:
             self._events.put(json.dumps(line, default=str).encode() + b"\n")
+
+
+P = ParamSpec("P")
+
+
+class Journal:
+    """Writer of events, with the facts that the core does not keep: process ids, and the errors that ended workers."""
+
+    def __init__(self, report: Report, state: JobState) -> None:
+        self._report = report
+        self._state = state
+        self._agents: dict[str, int | None] = {}  # process ids, by host
+        self._workers: dict[str, int] = {}  # process ids, by the names of workers in the event file
+        self._exits: dict[str, messages.WorkerExited] = {}  # of workers whose exit the core has not reported yet
+        self._warned: set[str] = set()  # warnings of agents that were written
+
+    def agent_joined(self, host: str, pid: int | None) -> None:
+        self._agents[host] = pid
+
+    def worker_lives(self, worker: WorkerId, pid: int) -> None:
+        self._workers[str(worker)] = pid
+
+    def worker_exited(self, exited: messages.WorkerExited) -> None:
+        self._workers[str(exited.worker)], self._exits[str(exited.worker)] = exited.pid, exited
+
+    def core_event(self, name: str, fields: Any) -> None:
+        """Write an event of the core, with the time of the core's last step."""
+        if name == "agent_joined":
+            joined: event_file.AgentJoined = fields
+            joined["pid"] = self._agents.get(joined["host"])
+        elif name == "worker_exited":
+            ended: event_file.WorkerExited = fields
+            exited = self._exits.pop(ended["worker"], None)
+            ended["pid"] = self._workers.pop(ended["worker"], None)
+            ended["error"], ended["time_ns"] = (exited.error, exited.time_ns) if exited is not None else ("", 0)
+        self._report.event(name, fields, self._state.stepped_at)
+
+    def event(self, event: Callable[P, event_file.CommonFields], /, *args: P.args, **fields: P.kwargs) -> None:
+        """Write an event of the driver."""
+        name, generation = event_file.name_of(event), self._state.membership.generation
+        self._report.event(name, {"generation": generation, **fields})
+
+    def warn(self, text: str) -> None:
+        self.event(event_file.Warning, text=text)
+
+    def agent_warning(self, host: str, text: str) -> None:
+        """Write a warning of an agent. The same warning on a thousand hosts is logged once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warn(f"host {host}: {text} (logged for the first host only)")
 
 
 def _open_events(path: str) -> Writer:

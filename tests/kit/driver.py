@@ -8,9 +8,9 @@ from typing import Any
 
 from elasticstate.core.register import FILE, Proposer
 from elasticstate.driver.durable import DurableCopies
-from elasticstate.driver.job import JobState, Journal
+from elasticstate.driver.job import JobState
 from elasticstate.driver.record import Votes
-from elasticstate.driver.report import Report
+from elasticstate.driver.report import Journal, Report
 from elasticstate.net.messages import SaveDurable, ToAgent
 from tests.kit.core import WHOLE_JOB, drive
 from tests.kit.options import parse_options

@@ -117,6 +117,7 @@ ENDS: dict[str, str] = {
         agent/host_job.py HostJob.lock_host await asyncio.wait
         agent/preemption.py PreemptionWatch.close await asyncio.wait
         agent/template_process.py Template.close await asyncio.gather
+        agent/workers.py Workers._watch await asyncio.wait
         agent/workers.py Workers.all_started await asyncio.wait
         agent/workers.py Workers.stop_all await asyncio.wait
         agent/connection.py DriverConnection.establish await asyncio.gather
@@ -157,7 +158,7 @@ ENDS: dict[str, str] = {
         agent/connection.py find_driver await asyncio.wait
         driver/dashboard/server.py Dashboard._write_regularly await self._has_news.wait
         driver/driver.py Driver._follow async for discovery.changes()
-        driver/job.py EventQueue.wait await self._is_due.wait
+        driver/driver.py EventQueue.wait await self._is_due.wait
         horovod/timeline.py TraceFile._write_all self._events.get
         horovod/timeline.py TraceFile._write_all self._events.get
         mpi/broker.py Relay._serve await asyncio.open_connection

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import WorkerId
-from elasticstate.driver.job import JobState, Journal
+from elasticstate.driver.job import JobState
 from elasticstate.driver.output import OutputTroubles
-from elasticstate.driver.report import Report
+from elasticstate.driver.report import Journal, Report
 from elasticstate.net.messages import OutputTrouble
 from tests.kit.core import POLICY
 

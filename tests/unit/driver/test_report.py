@@ -14,7 +14,8 @@ import pytest
 from elasticstate.core.figures import JobFigures, Losses, Times
 from elasticstate.core.ids import WorkerId
 from elasticstate.core.types import RootCause
-from elasticstate.driver.report import Outcome, Report
+from elasticstate.driver.job import Outcome
+from elasticstate.driver.report import Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import NO_WORLD_HINT, WorkerFailure
 

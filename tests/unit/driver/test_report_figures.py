@@ -11,7 +11,8 @@ import pytest
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.state import Membership
-from elasticstate.driver.report import Outcome, Report
+from elasticstate.driver.job import Outcome
+from elasticstate.driver.report import Report
 from elasticstate.driver.status import status_text
 from tests.kit.core import WHOLE_JOB, drive
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from unittest import mock
 
 from elasticstate.core import types as t
-from elasticstate.driver.job import EventQueue
+from elasticstate.driver.driver import EventQueue
 
 SOON_S = 30.0
 READY = t.FromWorker(t.WorkerId("a", 0, 1), t.Ready(1, None, None, "a:1", paused_s=1.0))
