@@ -25,7 +25,6 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from elasticstate.agent.connection import DriverConnection, Stopped, find_driver
 from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.health_check import HealthCheck
 from elasticstate.agent.host_job import HostJob, JobPlace, clean_regularly, is_watched
@@ -41,9 +40,10 @@ from elasticstate.commits import CommitDirectory
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
 from elasticstate.core.types import number_of
 from elasticstate.errors import OptionError
+from elasticstate.failures import signal_name
 from elasticstate.machine import slots_of_this_machine
 from elasticstate.net import messages
-from elasticstate.net.control import Refused
+from elasticstate.net.control import DriverConnection, Refused
 from elasticstate.net.link import AgentSocket, AgentStatus, answering
 from elasticstate.net.messages import Launch
 from elasticstate.net.reach import Probes
@@ -144,6 +144,44 @@ class Agent:
         when = "at the end of a tick" if driver.is_established else "when the driver is back"
         self.outputs.complain(f"SIGINT: the workers leave the job {when}. A second Ctrl-C kills them at once.")
         preemption.signalled(signal.SIGINT)
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM arrived before a driver was found. ``status``: the exit status for that signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal_name(number))
+        self.status = 128 + number
+
+
+async def find_driver(driver: DriverConnection, wait_s: float) -> tuple[messages.JobSpec, list[int]]:
+    """Return the driver's first message, and the signals that arrived during the greeting.
+
+    Until a driver is found, nothing depends on the agent: a signal ends it. Raises Stopped, and all that ``establish``
+    of the connection raises.
+    """
+    loop = asyncio.get_running_loop()
+    finding = asyncio.ensure_future(driver.establish(wait_s))
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        driver.is_sought = False
+        if not driver.is_connected:
+            finding.cancel()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await asyncio.wait({finding})
+        if received and (finding.cancelled() or finding.exception() is not None):
+            raise Stopped(received[0])
+        return finding.result(), received
+    finally:
+        finding.cancel()
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 class _End(NamedTuple):

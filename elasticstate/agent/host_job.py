@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticstate.agent.connection import DriverConnection
 from elasticstate.agent.worker_output import Outputs
 from elasticstate.commits import (
     ID_FILE,
@@ -25,6 +24,7 @@ from elasticstate.commits import (
 )
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
+from elasticstate.net.control import DriverConnection
 from elasticstate.net.messages import AgentWarning, JobSpec, Launch
 from elasticstate.net.names import address_on, is_loopback, outward_address
 from elasticstate.net.trust import storage_key

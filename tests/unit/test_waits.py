@@ -103,7 +103,7 @@ ENDS: dict[str, str] = {
         check/hosts.py host_lines.line async with limit
         commits.py make_agent_directory fcntl.flock
         driver/metrics.py MetricsServer._answer await self._one_at_a_time.acquire
-        agent/connection.py DriverConnection._greet async with self._greeting
+        net/control.py DriverConnection._greet async with self._greeting
         driver/record.py Keeper._end async with self._writing
         driver/record.py Keeper.keep async with self._writing
         driver/record.py Keeper.look async with self._writing
@@ -120,8 +120,8 @@ ENDS: dict[str, str] = {
         agent/workers.py Workers._watch await asyncio.wait
         agent/workers.py Workers.all_started await asyncio.wait
         agent/workers.py Workers.stop_all await asyncio.wait
-        agent/connection.py DriverConnection.establish await asyncio.gather
-        agent/connection.py DriverConnection.establish await asyncio.wait
+        net/control.py DriverConnection.establish await asyncio.gather
+        net/control.py DriverConnection.establish await asyncio.wait
         check/hosts.py exchange_lines await asyncio.wait
         check/hosts.py host_lines await asyncio.wait
         check/hosts.py host_lines await asyncio.wait
@@ -155,7 +155,7 @@ ENDS: dict[str, str] = {
     """,
     "serves until its task is cancelled or its work is over; nobody waits for it": """
         agent/agent.py Service.run await asyncio.wait
-        agent/connection.py find_driver await asyncio.wait
+        agent/agent.py find_driver await asyncio.wait
         driver/dashboard/server.py Dashboard._write_regularly await self._has_news.wait
         driver/driver.py Driver._follow async for discovery.changes()
         driver/driver.py EventQueue.wait await self._is_due.wait

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticstate.agent.connection import DriverConnection
 from elasticstate.core.register import FILE, Ballot, Entry, Proposer, Version, Vote
 from elasticstate.driver.driver import Driver
 from elasticstate.driver.election import Elected, Election
 from elasticstate.driver.record import ReplacedError, Votes, first_record, value_of
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
-from elasticstate.net.control import tell_replaced
+from elasticstate.net.control import DriverConnection, tell_replaced
 from elasticstate.net.messages import Launch
 from elasticstate.net.trust import Trust
 from elasticstate.options import Options
