@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,13 +64,17 @@ def slot_ids(failures: tuple[WorkerFailure, ...]) -> set[tuple[str | None, int |
     return {(failure.host, failure.slot) for failure in failures}
 
 
+# The worker reports its error before its process ends, and others detect the error before or after that.
+CONFIRMED = r"localhost:1#1 (failed with its own error|exited with 1)$"
+
+
 @pytest.mark.parametrize(
     ("what", "how", "last"),
     [
-        ("raise", "localhost:1#1 failed with its own error", "ValueError: of rank 1 alone"),
+        ("raise", CONFIRMED, "ValueError: of rank 1 alone"),
         ("segv", "localhost:1#1 was killed by SIGSEGV", ""),
         ("exit", "localhost:1#1 exited with 3", ""),
-        ("unpicklable", "localhost:1#1 failed with its own error", "Unpicklable: with a lock"),
+        ("unpicklable", CONFIRMED, "Unpicklable: with a lock"),
         ("record", "exited with 1", "ValueError: of a script without run"),
         ("torch", "exited with 1", "ValueError: that torch wrote down"),
         ("import", "exited with 1", "ModuleNotFoundError: No module named 'no_such_module'"),
@@ -79,7 +84,7 @@ def slot_ids(failures: tuple[WorkerFailure, ...]) -> set[tuple[str | None, int |
 )
 def test_the_error_of_one_worker_is_the_root_cause(fails: Fails, what: str, how: str, last: str) -> None:
     raised, said = fails(script(what))
-    assert how in said[0]
+    assert re.search(how, said[0])
     assert said[-1].endswith(last)
     assert "closed by peer" not in "".join(said), "what the others got from it"
     cause = raised.root_cause
@@ -91,8 +96,7 @@ def test_the_error_of_one_worker_is_the_root_cause(fails: Fails, what: str, how:
         assert "Fatal Python error: Segmentation fault" in cause.error
         assert "in fail" in cause.error
     else:
-        # The worker reports its error before its process ends, and others detect the error before that, too.
-        assert cause.exit_code == (3 if what == "exit" else 1) or how.endswith("failed with its own error")
+        assert cause.exit_code == (3 if what == "exit" else 1) or "failed with its own error" in cause.reason
         assert cause.error.rstrip().endswith(last)
 
 

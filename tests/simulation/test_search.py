@@ -91,16 +91,16 @@ DISTANT = job(2, 1, policy=(("min_interrupt_distance_s", 2.0),))
 BEHIND_GATE = "    if isinstance(d.phase, Finishing):\n        return\n    plan"
 MUTANTS = (
     Mutant("I1", "worlds.make_world", "d.generation + 1,", "d.generation + 2,", job(1, 1), "I1: one world"),
-    Mutant("I1", "running.end_now", END_NOW, END_NOW.replace("n, N", "n - 1, N"), job(1, 1, kills=1), "I1: only the"),
+    Mutant("I1", "phases.end_now", END_NOW, END_NOW.replace("n, N", "n - 1, N"), job(1, 1, kills=1), "I1: only the"),
     Mutant("I1", "state.is_live", "and m.phase.at_tick is not None", "", job(1, 1, kills=2), "END now is sent once"),
     Mutant("I2", "worlds.assign", "members.sort()", "members.sort(reverse=True)", job(2), "I2"),
     Mutant("I3", "worlds.make_world", "commits.index(best)", "0", job(1, 1, kills=1), "I3: the root"),
     Mutant("I3", "worlds.choose", "or max(found, key=held)", "or found[0]", CROWDED, "I3: a commit of all"),
     Mutant("I3", "commits.awaited", "retained > best", "retained < best", job(1, 1, kills=1), "I3: a commit of all"),
-    Mutant("I3", "waiting._is_lost", "newest(workers) == NOTHING", "False", job(1, 1, losses=2), "I3: never silently"),
+    Mutant("I3", "phases._is_lost", "newest(workers) == NOTHING", "False", job(1, 1, losses=2), "I3: never silently"),
     Mutant(
         "I4",
-        "waiting._wait_for_a_world",
+        "phases.waiting",
         "len(stay) >= policy.fewest(d.generation)",
         "bool(stay)",
         job(1, 1, min_np=2),
@@ -113,24 +113,24 @@ MUTANTS = (
     ),
     Mutant("I5", "worlds.staying", "if not worker.draining", "", job(1, 1, notices=1), "I5"),
     Mutant("I5", "slots._Plan.__init__", "if host.cooldown_until <= d.now]", "]", job(1, 1, losses=1), "I5"),
-    Mutant("I6", "running._join_time", "d.ledger.planned_at +", "0.0 *", DISTANT, "I6: minimum distance"),
+    Mutant("I6", "phases._join_time", "d.ledger.planned_at +", "0.0 *", DISTANT, "I6: minimum distance"),
     Mutant("I6", "worlds.choose", "candidates(d)", "candidates(d)[:1]", job(1, 1), "I6: who is READY joins"),
-    Mutant("I6", "running._who_changes", "max(0, d.policy.fitting(", "max(1, (", GROUPS, "I6: newcomers that complete"),
+    Mutant("I6", "phases._who_changes", "max(0, d.policy.fitting(", "max(1, (", GROUPS, "I6: newcomers that complete"),
     Mutant(
-        "I6", "running._who_changes", "= candidates(d)", "= candidates(d) or d.members()", job(1, 1), "I6: newcomers"
+        "I6", "phases._who_changes", "= candidates(d)", "= candidates(d) or d.members()", job(1, 1), "I6: newcomers"
     ),
-    Mutant("I7", "running.verdict_deadlines", "elif suspects:", "elif False:", job(1, 1, errors=1), "I7: nothing"),
-    Mutant("I7", "waiting._awaited", "if w.ready is None and not w.late", "", job(1, 1), "I7: nothing"),
+    Mutant("I7", "phases.verdict_deadlines", "elif suspects:", "elif False:", job(1, 1, errors=1), "I7: nothing"),
+    Mutant("I7", "phases._awaited", "if w.ready is None and not w.late", "", job(1, 1), "I7: nothing"),
     Mutant("I8", "slots._spread", "crc32(", "__import__('random').randrange(1000) + crc32(", TWICE, "I8"),
-    Mutant("I15", "waiting._release_draining", "and worker is not holder", "", job(1, 1, notices=1, kills=1), "I15"),
+    Mutant("I15", "phases._release_draining", "and worker is not holder", "", job(1, 1, notices=1, kills=1), "I15"),
     Mutant("I16", "slots.may_train_on", "return not", "return False and not", job(1, 1, cuts=1), "I16"),
     Mutant("I17", "step._agent_lost", "if notice and host.slots:", "if False:", job(1, 1, notices=1), "I17"),
     Mutant("I20", "worlds.staying", "if worker.id.host not in beyond", "", job(1, 1, links=1), "I20: a world with"),
     Mutant("slots", "slots._free_slots", "slot.worker is None and", "", job(2, kills=1), "each in its slot"),
     Mutant(
-        "verdict", "running.judge", "d.now < judged_at or silent", "d.now < judged_at", job(1, 1, errors=1), "OWN needs"
+        "verdict", "phases.judge", "d.now < judged_at or silent", "d.now < judged_at", job(1, 1, errors=1), "OWN needs"
     ),
-    Mutant("gate", "running.running", "members and all(", "members and any(", job(1, 1), "the gate opens when all"),
+    Mutant("gate", "phases.running", "members and all(", "members and any(", job(1, 1), "the gate opens when all"),
     Mutant("stop", "slots.start_and_stop", BEHIND_GATE, "    plan", job(1, 1, stops=1, kills=1), "nothing begins"),
     Mutant(
         "back", "slots.take_back", "    if late:\n", "    if not late:\n", job(1, 1, cuts=1), "nobody but who is back"

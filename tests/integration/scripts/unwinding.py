@@ -113,7 +113,7 @@ def weights() -> None:
 
 
 def swallowed() -> None:
-    """The loop goes on, and trains a step more. "always": again and again."""
+    """The loop goes on, and trains a step more. "always": again and again, also after the other rank has ended."""
     global catches
     try:
         end_tick()
@@ -157,13 +157,14 @@ def train(state: elastic.TorchState) -> None:
     until = time.time() + LAST_S
     kept = InCycle() if mode.startswith("cycle") else None  # garbage when the interrupt has left this function
     for batch in batches():
-        optimizer.zero_grad()
-        ddp(batch).square().mean().backward()
-        optimizer.step()
-        state.step += 1
-        time.sleep(0.02)
         stop = torch.tensor(float(elastic.generation() > 1 and time.time() > until))
-        dist.all_reduce(stop)
+        with contextlib.suppress(RuntimeError) if mode == "always" else contextlib.nullcontext():
+            optimizer.zero_grad()
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            time.sleep(0.02)
+            dist.all_reduce(stop)
         if stop:
             break
         if mode.startswith("return"):
