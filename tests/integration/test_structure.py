@@ -10,6 +10,8 @@ import pytest
 
 from tests.kit.job import SCRIPTS, Hosts, Job
 
+TWO = ("-np", "2", "--min-np", "2")  # no world of the one that is ready first
+
 
 def job_of(
     folder: Path, what: str, who: str, steps: int = 60, options: tuple[str, ...] = ("-np", "2", "--min-np", "1")
@@ -35,7 +37,7 @@ def starts(job: Job) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("what", ["unfreeze", "cast", pytest.param("hook", marks=pytest.mark.long)])
 def test_all_workers_resume_from_a_commit_of_a_structure_that_they_have_not_built(tmp_path: Path, what: str) -> None:
-    with job_of(tmp_path / "job", what, "all") as job:
+    with job_of(tmp_path / "job", what, "all", options=TWO) as job:
         job.finish()
     assert starts(job) == [(2, 0), (2, 0), (2, 20), (2, 20)]
     assert trained(job) == undisturbed(tmp_path, what)
@@ -55,7 +57,7 @@ def test_a_newcomer_joins_a_job_of_a_structure_that_it_has_not_built(tmp_path: P
 
 def test_a_survivor_whose_structure_is_ahead_of_the_commit_is_replaced(tmp_path: Path) -> None:
     """Its objects have grown since, and a hook that only lets them grow cannot help it. A new process can load it."""
-    with job_of(tmp_path / "job", "hook", "root") as job:
+    with job_of(tmp_path / "job", "hook", "root", options=TWO) as job:
         job.finish()
     assert "this worker is restarted: it cannot go back to its commit" in job.output
     assert starts(job) == [(2, 0), (2, 0), (2, 8), (2, 8)]
