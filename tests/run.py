@@ -3,7 +3,7 @@
 
 The parts:
   jobs  real jobs with real faults, on this machine and on simulated hosts, and the documentation; 4 processes
-  unit  unit tests, simulations, and jobs that mostly compute; 3 processes at low priority
+  unit  unit tests, simulations, and jobs that mostly compute; 2 processes at low priority
   lint  ruff and mypy, at low priority; mypy is less strict where optional packages are missing
 
 The first part writes to the terminal, the others to .NAME.log; these are shown at the end. The last lines name what
@@ -34,8 +34,7 @@ INTERRUPT_TIMEOUT_S = 60.0  # a test that is interrupted may take so long to end
 # unit tests and lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so do
 # jobs that mostly compute and have no fault by time. All tests of a file run in one process, as they share jobs, and
 # the longest files come first (tests/conftest.py).
-_COMPUTING = ("steady", "huggingface", "lightning", "horovod_examples", "global_batch", "programs")
-COMPUTING = ["tests/docs/test_newcomer_errors.py", *(f"tests/integration/test_{name}.py" for name in _COMPUTING)]
+COMPUTING = [f"tests/integration/test_{name}.py" for name in ("steady", "huggingface", "lightning", "horovod_examples")]
 WAITING = [f"tests/{folder}" for folder in ("chaos", "security", "multihost", "integration", "zoo", "docs")]
 NICE = ["nice", "-n", "10"]
 PYTEST = [str(BIN / "pytest"), "--failures-file", str(FAILURES), "--dist", "loadfile"]
@@ -49,7 +48,7 @@ LENIENT = ["--disable-error-code=import-not-found", "--allow-subclassing-any", "
 LENIENT += ["--allow-untyped-decorators", "--no-warn-unused-ignores"]
 PARTS = {
     "jobs": [[*PYTEST, "-n", "4", *WAITING, *(f"--ignore={file}" for file in COMPUTING)]],
-    "unit": [[*NICE, *PYTEST, "-n", "3", "tests/simulation", *COMPUTING, "tests/unit"]],
+    "unit": [[*NICE, *PYTEST, "-n", "2", "tests/simulation", *COMPUTING, "tests/unit"]],
     "lint": [
         [*NICE, str(BIN / "ruff"), "check", "."],
         [*NICE, str(BIN / "ruff"), "format", "--check", "."],
