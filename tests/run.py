@@ -35,6 +35,7 @@ INTERRUPT_TIMEOUT_S = 60.0  # a test that is interrupted may take so long to end
 # jobs that mostly compute and have no fault by time. All tests of a file run in one process, as they share jobs, and
 # the longest files come first (tests/conftest.py).
 COMPUTING = [f"tests/integration/test_{name}.py" for name in ("steady", "huggingface", "lightning", "horovod_examples")]
+COMPUTING += ["tests/docs/test_newcomer_errors.py"]
 WAITING = [f"tests/{folder}" for folder in ("chaos", "security", "multihost", "integration", "zoo", "docs")]
 NICE = ["nice", "-n", "10"]
 PYTEST = [str(BIN / "pytest"), "--failures-file", str(FAILURES), "--dist", "loadfile"]
