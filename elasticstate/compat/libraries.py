@@ -6,6 +6,7 @@ others. Tests in tests/unit/huggingface and tests/unit/compat check that the nam
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import runpy
 import sys
@@ -23,10 +24,12 @@ from elasticstate.compat import warn_absent
 #   again when the module has ended.
 # - ``asyncio.sslproto.SSLProtocol.max_size``: asyncio fills a buffer of this size for each TLS connection (from Python
 #   3.11 on). Without this name, connections only take more memory.
+# - ``_signal.getsignal``: ``signal.getsignal`` takes 70 times as long, because it looks for an enum with the value.
 # - ``sys._current_frames`` and ``_current_exceptions`` are documented, in spite of their names.
 
 
 _MAX_SIZE = "max_size"
+handler_of: Callable[[int], object] = _signal.getsignal
 
 
 def stack_of(thread: threading.Thread) -> traceback.StackSummary:

@@ -58,7 +58,7 @@ class Sentinel:
         self._previous: CommitId | None = None
         self._newest_sealed: CommitId | None = None  # intact or not
         self._preemption_signals: list[int] = []
-        self._stop_handler: object = signal.SIG_DFL  # the present handler of SIGTERM
+        self._stop_handler: object = None  # the present handler of SIGTERM
         self._exits = False
         self._helpers: list[threading.Thread] = []  # of the present generation
         self._has_left = threading.Event()  # the present generation, so that nobody watches it any more
@@ -128,7 +128,7 @@ class Sentinel:
 
     def _follow_handlers(self) -> None:
         """Leave to the script the signals for which it has installed a handler since the last call."""
-        self._stop_handler = signal.getsignal(signal.SIGTERM)
+        self._stop_handler = libraries.handler_of(signal.SIGTERM)
         for number in set(self._preemption_signals).difference(ours := self._own_handlers()):
             self._native.forget(number)
         self._preemption_signals = ours
@@ -387,7 +387,7 @@ class Sentinel:
         """
         self.check_ticks()
         self._ticked_at = time.monotonic()
-        if signal.getsignal(signal.SIGTERM) is not self._stop_handler:
+        if libraries.handler_of(signal.SIGTERM) is not self._stop_handler:
             self._follow_handlers()
         end = self._native.tick()
         if end is not None:
