@@ -12,10 +12,13 @@ from elasticstate.launchers import AGENT, agent_process, early_agent
 
 
 def own_agents() -> list[psutil.Process]:
-    """Return the agents among this process's children. While the kernel executes a new program, it has no arguments."""
+    """Return the agents among this process's children. While the kernel executes a new program, it has no arguments.
+
+    Orphans of earlier tests that have ended may be among the children, too.
+    """
     deadline = time.monotonic() + 30
     while True:
-        children = psutil.Process().children()
+        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         commands = [child.cmdline() for child in children]
         if all(commands):
             return [child for child, command in zip(children, commands, strict=True) if AGENT in command]
