@@ -17,8 +17,8 @@ SHOWN = 16
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch prints it before each line, if there is a process group
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*: ")
 _OF_A_COLLECTIVE = re.compile(  # errors of torch 2.13 for a connection that ends, and for a member that does not answer
-    r"^(\[rank\d+\]: )?(RuntimeError: \[\S*gloo/|torch\.distributed\.Dist\w+Error: |"
-    r"elasticstate\.errors\.CollectiveError: )",
+    r"^(\[rank\d+\]: )?(RuntimeError: (\[\S*gloo/|Gloo connectFullMesh failed|.*monitoredBarrier)|"
+    r"torch\.distributed\.Dist\w+Error: |elasticstate\.errors\.CollectiveError: )",
     re.MULTILINE,
 )
 

@@ -13,6 +13,8 @@ SIZE = {"np": 3, "min_np": 3, "max_np": 3, "failure_grace_s": 1.0}
 ERRORS = [
     "RuntimeError: [/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:42685: reset",
     "[rank2]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:1, remote process exited",
+    "RuntimeError: Gloo connectFullMesh failed with [/src/third_party/gloo/gloo/transport/tcp/pair.cc:150] no error",
+    "RuntimeError: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 2000 ms",
     "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
     "elasticstate.errors.CollectiveError: a worker has failed after the training",
 ]
