@@ -453,6 +453,10 @@ class Sentinel:
     @property
     def in_generation(self) -> bool: ...
     @property
+    def since_tick_s(self) -> float:
+        """Time since the last tick ended, in seconds. For the thread that trains."""
+
+    @property
     def cause(self) -> bytes:
         """END message of the generation that ended last, with its head; b"": none has ended."""
 

@@ -24,11 +24,13 @@ void Pace::begin(std::uint64_t generation) noexcept {
 
 void Pace::tick(std::uint64_t tick) noexcept {
     if (!measures_) {
+        ticked_ = Clock::now();
         return;
     }
     const Clock::time_point last = last_;
     const std::uint64_t waited = waited_ns_;
     resume();
+    ticked_ = last_;
     const auto passed = std::chrono::duration_cast<std::chrono::nanoseconds>(last_ - last).count();
     const std::uint64_t total = static_cast<std::uint64_t>(passed), others = waited_ns_ - waited;
     own_ns_ += total > others ? total - others : 0;
@@ -50,5 +52,7 @@ void Pace::resume() noexcept {
     last_ = Clock::now();
     waited_ns_ = WaitClock::waited_ns();
 }
+
+double Pace::since_tick_s() const noexcept { return std::chrono::duration<double>(Clock::now() - ticked_).count(); }
 
 }  // namespace elasticstate

@@ -25,6 +25,8 @@ public:
     void tick(std::uint64_t tick) noexcept;
     /// Does not count the time since the last tick: the worker was held.
     void resume() noexcept;
+    /// The time since the last tick was counted, in seconds. A wait at its end is part of it.
+    double since_tick_s() const noexcept;
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -35,7 +37,8 @@ private:
     std::uint64_t stride_ = 1;
     std::uint64_t own_ns_ = 0;
     std::uint64_t waited_ns_ = 0;  // at the last tick
-    Clock::time_point last_{};     // the last tick
+    Clock::time_point last_{};     // the last tick, or the end of the wait after it
+    Clock::time_point ticked_{};   // the last tick
     Clock::time_point point_{};    // the last point
 };
 

@@ -124,6 +124,8 @@ public:
         return looks_up ? (old & ~HoldWord::HOLD) + 1 : 0;
     }
     TickEnd end_of_tick(std::uint64_t ticks);
+    /// The time since the last tick, in seconds. For the thread that trains.
+    double since_tick_s() const noexcept { return pace_.since_tick_s(); }
     /// True if ticks are allowed. If not, the present generation ends, because another world may exist.
     bool in_lease();
 

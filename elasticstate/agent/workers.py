@@ -315,6 +315,7 @@ class Workers:
             audience = Audience(options.only_ranks)
             is_interactive = stdin is not None and options.is_interactive
             pumps = self._job.outputs.pumps(worker, options, audience, is_interactive)
+            oom_kills = await in_thread(count_oom_kills)  # the first call may wait for a change of a cgroup
             child, pipes = await self._start_process(
                 self._environment(worker, order.reserve_bytes, order.place),
                 os.devnull if stdin is None else stdin,
@@ -326,7 +327,7 @@ class Workers:
         except (OSError, ValueError, CommitStorageError):
             self._job.outputs.ended(worker)
             raise
-        return WorkerHandle(process, liveness, audience, error_name, count_oom_kills(), stdin is not None)
+        return WorkerHandle(process, liveness, audience, error_name, oom_kills, stdin is not None)
 
     async def _start_process(
         self, environment: dict[str, str], source: str | int, cores: frozenset[int]

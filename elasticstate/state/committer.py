@@ -236,13 +236,14 @@ class Committer:
             self.before_tick()
         if self.snapshot.is_copied:
             self.settle()
-        if self._peers is not None:
+        if self._peers is not None and self._peers.storage is not None:
             self._peers.close()  # after the first step: it takes a while to unmap much memory
-        self._require_attached()
-        if self.attached is None and self.session.records_ticks:
-            commit = self.session.commit_id()
-            if commit != self.begun:
-                self._ticks.record(commit)
+        if self.attached is None:
+            self._require_attached()
+            if self.session.records_ticks:
+                commit = self.session.commit_id()
+                if commit != self.begun:
+                    self._ticks.record(commit)
         if self._digests is not None:
             self._answer()
         try:
@@ -292,7 +293,8 @@ class Committer:
             raise StateError(
                 f"Commit {commit} is not newer than {newest}, which is sealed. Commit again after the next tick."
             )
-        self._require_attached()
+        if self.attached is None:
+            self._require_attached()
         self.begun = commit
         self._ticks.drop()
         captured, sharding = self._capture(self.attached)
@@ -327,8 +329,8 @@ class Committer:
         return owned if self.attached is None else owned | self.attached.optimizer_owned()
 
     def _require_attached(self) -> None:
-        """Raise UsageError if this world starts from shards, and nothing is attached to it yet."""
-        if self.starts_from_shards and self.attached is None:
+        """Raise UsageError if this world starts from shards. For a world to which nothing is attached."""
+        if self.starts_from_shards:
             raise UsageError(
                 "This job has committed attached values, and nothing is attached in this world. Call state.attach() in "
                 "each world, before the first commit or tick."

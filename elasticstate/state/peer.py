@@ -162,7 +162,7 @@ class PeerReader:
 
     def __init__(self, peer: PeerOf) -> None:
         self._peer = peer
-        self._storage: PeerStorage | None = None
+        self.storage: PeerStorage | None = None  # that is open: it maps the memory of another worker
         self.can_read = True
         """False after an error."""
         self.seconds_ahead = 0.0
@@ -200,19 +200,19 @@ class PeerReader:
             time.sleep(_LOOK_INTERVAL_S)
 
     def _storage_of(self, slot: int) -> PeerStorage | None:
-        known = self._storage
+        known = self.storage
         return known if known is not None and known.slot == slot and not known.page.is_stale else self._open(slot)
 
     def _open(self, slot: int) -> PeerStorage | None:
         self.close()
-        self._storage = self._peer(slot)
-        return self._storage
+        self.storage = self._peer(slot)
+        return self.storage
 
     def close(self) -> None:
         """Release the memory."""
-        if self._storage is not None:
-            self._storage.close()
-            self._storage = None
+        if self.storage is not None:
+            self.storage.close()
+            self.storage = None
 
     def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
         """Copy the newest commit of another worker if it is newer than the snapshot's own. Return its id; None if there

@@ -58,7 +58,7 @@ class Session:
     @property
     def records_ticks(self) -> bool:
         """True if ticks without a commit are recorded, so that a failure repeats none."""
-        return self.view.options.records_ticks and self.view.size > 1 and self.view.follows is None
+        return self.view.size > 1 and self.view.options.records_ticks and self.view.follows is None
 
     @property
     def compares_commits(self) -> bool:

@@ -113,6 +113,7 @@ Tensor = torch.Tensor
 Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, tuple[int, ...], object]"  # see layout.lay_out
 
 RANDOM_GRANULE_BYTES = 4096
+_TENSORS_AT_ONCE = 1024
 RANDOM_SLACK_BYTES = 1024  # the pickle of the random state varies by some bytes
 
 # Everything that decides how the bytes of a tensor are copied, including changes made in place. One C call each.
@@ -173,12 +174,19 @@ class Plan:
         ):
             return False
         try:
-            return all(
-                _are_equal(feature, tensors.values(), known)
-                for feature, known in zip(_FEATURES, self._features, strict=True)
-            ) and self._rare == self._rare_features(tensors.values())
+            return self._has_features(list(tensors.values())) and self._rare == self._rare_features(tensors.values())
         except RuntimeError:  # a tensor without memory, such as a sparse one: making a plan raises the exact error
             return False
+
+    def _has_features(self, tensors: list[Tensor]) -> bool:
+        """Return True if the features are those of ``tensors``. All features of some tensors are looked at before other
+        tensors: so the processor still has these tensors in its cache."""
+        for begin in range(0, len(tensors), _TENSORS_AT_ONCE):
+            some = slice(begin, begin + _TENSORS_AT_ONCE)
+            for feature, known in zip(_FEATURES, self._features, strict=True):
+                if not all(map(operator.eq, map(feature, tensors[some]), known[some])):
+                    return False
+        return True
 
     def capacity_for(self, random_bytes: int) -> bool:
         """Return True if ``random_bytes`` bytes of random state fit into the reserved part."""
@@ -234,13 +242,6 @@ class Plan:
     def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """dtype and shape of each name."""
         return {entry.name: (entry.dtype, entry.shape) for entry in self.layout.entries}
-
-
-def _are_equal(feature: Callable[[Tensor], Any], tensors: Iterable[Tensor], known: list[Any]) -> bool:
-    """Return True if the feature of all tensors is as known. Lists are compared in half the time, but many sizes, which
-    are tuples, would let the garbage collector run."""
-    found = map(feature, tensors)
-    return all(map(operator.eq, found, known)) if feature is Tensor.size else list(found) == known
 
 
 def address(value: Array) -> int | None:

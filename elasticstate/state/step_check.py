@@ -58,7 +58,6 @@ class StepCheck:
                 self._attributes = PlainAttributes(self._state, self._sources())
             self._hook = register_optimizer_step_pre_hook(self._before_a_step)
             committer_of(self._state).before_commit = self._before_a_commit
-            committer_of(self._state).before_tick = self._before_a_tick
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -91,6 +90,7 @@ class StepCheck:
             return
         found = _Sources(self._sources())
         self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
+        committer_of(self._state).before_tick = self._before_a_tick
         if (name := found.name_of(optimizer)) is not None:
             with suppress(Exception):  # of the script's objects
                 self._forgotten = self._forgotten or Forgotten(self._train)

@@ -189,7 +189,8 @@ class TorchState(State):
             else:
                 values[f"{name}.groups"] = found, plain_groups(optimizers[name])
         pickled = {name: parts[name] for name in parts if values[name] is parts[name] and not is_array(parts[name])}
-        return {**values, **self._recorded(pickled).moved(pickled)}
+        values.update(self._recorded(pickled).moved(pickled))
+        return values
 
     def apply(self, values: Captured) -> None:
         self._check_names(values, TorchState.capture)

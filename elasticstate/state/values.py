@@ -24,6 +24,7 @@ from elasticstate.state.loader import is_stateful
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Captured: TypeAlias = Mapping[str, Any]  # name -> tensor | numpy array | picklable object
+Tensor = torch.Tensor  # a commit asks for it once for each of its values
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def split_by_kind(
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     objects: dict[str, Any] = {}
     for name, value in captured.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             tensors[name] = value
         elif is_array(value):
             arrays[name] = value
@@ -368,7 +369,7 @@ def flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         for key, item in value.items():
-            if type(key) is not str or not isinstance(item, torch.Tensor) or not item.is_cpu:
+            if type(key) is not str or not isinstance(item, Tensor) or not item.is_cpu:
                 return kind((key, flatten(item, f"{path}.{key}", values)) for key, item in value.items())
         for key, tensor in value.items():
             name = f"{path}.{key}"

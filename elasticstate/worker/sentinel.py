@@ -62,7 +62,6 @@ class Sentinel:
         self._exits = False
         self._helpers: list[threading.Thread] = []  # of the present generation
         self._has_left = threading.Event()  # the present generation, so that nobody watches it any more
-        self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
         self._has_reported = threading.Event()  # the reporter of the present generation has nothing to report any more
         self._has_reported.set()
@@ -250,7 +249,7 @@ class Sentinel:
                 previous=self._previous,
                 store=store,
                 ticks=self.ticks,
-                paused_s=time.monotonic() - self._ticked_at if self.ticks else 0.0,
+                paused_s=self._native.since_tick_s if self.ticks else 0.0,
                 behind=behind,
                 sealed=self._newest_sealed,
                 names=names,
@@ -385,8 +384,8 @@ class Sentinel:
         Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over;
         at each later tick again, if the script catches that.
         """
-        self.check_ticks()
-        self._ticked_at = time.monotonic()
+        if self._tick_end is not None:
+            self.check_ticks()
         if libraries.handler_of(signal.SIGTERM) is not self._stop_handler:
             self._follow_handlers()
         end = self._native.tick()

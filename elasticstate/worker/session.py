@@ -82,7 +82,7 @@ class WorkerSession(Session):
 
     def check_collectives(self) -> None:
         self._sentinel.check_ticks()
-        if self._context.has_failed() or self._context.may_have_failed():
+        if self._context.may_have_failed():
             is_told = self._context.raises_when_cut
             self._sentinel.refuse(is_told)
             raise CollectiveError(FAILED_COLLECTIVE if is_told else self._sentinel.cause or _CUT)

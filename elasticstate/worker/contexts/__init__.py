@@ -99,11 +99,11 @@ class Context(ABC):
         """
 
     def may_have_failed(self) -> bool:
-        """Return True if a collective may have failed without ``has_failed``, because a member is lost.
+        """Return True if a collective has failed, or may have without ``has_failed``, because a member is lost.
 
         Cheap enough for each tick. Do not call it after the last tick of the generation: then members leave by plan.
         """
-        return False
+        return self.has_failed()
 
     @abstractmethod
     def classify(self, error: BaseException) -> Fault:

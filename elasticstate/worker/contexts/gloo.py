@@ -210,7 +210,7 @@ class GlooContext(Context):
         return self.sockets.failed()
 
     def may_have_failed(self) -> bool:
-        return not self._counts_failures and self.sockets.lost()
+        return self.sockets.failed() or (not self._counts_failures and self.sockets.lost())
 
     def classify(self, error: BaseException) -> Fault:
         return Fault.GENERATION if isinstance(error, dist.DistError) else Fault.UNKNOWN

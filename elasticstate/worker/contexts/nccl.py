@@ -318,7 +318,7 @@ class NcclContext(GlooContext):
 
     def may_have_failed(self) -> bool:
         """A process that is lost has closed its connections of Gloo's part, too."""
-        return self.sockets.lost()
+        return self.has_failed() or self.sockets.lost()
 
     def classify(self, error: BaseException) -> Fault:
         if is_lost(error):
