@@ -8,6 +8,7 @@ that the function makes itself begins anew on all ranks, so local variables do n
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import linecache
@@ -44,6 +45,11 @@ _SAMPLED, _LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of eac
 
 _LONGEST_LIST = 100  # items of a list or dict that are looked at
 
+_WITHOUT_STATE = frozenset((int, float, bool, str, type(None), type, FunctionType, MethodType, ModuleType))
+
+_STORES = frozenset((dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"]))
+"""Instructions that assign to a variable outside of a function; also to one that functions inside of it use."""
+
 _COUNTS_FROM = 2  # the first commit at which counts are looked for: it takes milliseconds, not in a world's first tick
 
 WARNED: set[str] = set()
@@ -63,6 +69,8 @@ class Forgotten:
         found: dict[int, tuple[str, Any]] = {}
         self._of_one_world: dict[str, str] = {}  # their classes
         for name, value in _reachable(train):
+            if type(value) in _WITHOUT_STATE:  # most of what a script imports
+                continue
             if belongs_to_a_world(value):
                 self._of_one_world.setdefault(name, type(value).__name__)
             elif _is_a(value, torch.nn.Module, *_KEYS) or _optimizer_of(value) is not None or _has_state(value):
@@ -264,6 +272,8 @@ def _counted_by(owner: type | CodeType) -> frozenset[str]:
     try:
         if isinstance(owner, type):
             source = inspect.getsource(owner)
+        elif not _may_count(owner):
+            return frozenset()
         else:  # for code, ``inspect.getsource`` asks each imported module where it is
             lines = linecache.getlines(owner.co_filename)
             source = "".join(inspect.getblock(lines[owner.co_firstlineno - 1 :]))
@@ -283,6 +293,12 @@ def _counted_by(owner: type | CodeType) -> frozenset[str]:
             elif isinstance(target, ast.Attribute) and isinstance(owner, type) and ast.unparse(target.value) == "self":
                 found.add(target.attr)
     return frozenset(found)
+
+
+def _may_count(code: CodeType) -> bool:
+    """Return True if a function, or one inside of it, assigns to a variable outside of itself."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return not _STORES.isdisjoint(code.co_code[::2]) or any(map(_may_count, inner))
 
 
 def _has_state(value: object) -> bool:

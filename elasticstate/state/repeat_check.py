@@ -385,8 +385,7 @@ def _numbers_in(state: State) -> dict[str, int] | None:
 def _nest(frames: list[FrameType]) -> Iterator[_Loop]:
     """Yield the loops that the frames are in, the outermost first."""
     for frame in frames:
-        function = _function_of(frame)
-        node = function
+        node = function = _function_of(frame)
         while function is not None and node is not None:
             inner = None
             for child in ast.iter_child_nodes(node):
@@ -405,10 +404,15 @@ def _function_of(frame: FrameType) -> ast.AST | None:
         tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     except (SyntaxError, ValueError):
         return None
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
-    for function in functions:
-        if code.co_firstlineno == min([function.lineno, *(node.lineno for node in function.decorator_list)]):
-            return function
+    pending: list[ast.AST] = [tree]
+    while pending:  # only what contains the function's first line: a script may have thousands
+        for node in ast.iter_child_nodes(pending.pop()):
+            first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", sys.maxsize)
+            if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+                if code.co_firstlineno == min([first, *(decorator.lineno for decorator in node.decorator_list)]):
+                    return node
+            if first <= code.co_firstlineno <= last and not isinstance(node, ast.expr):
+                pending.append(node)
     return None
 
 

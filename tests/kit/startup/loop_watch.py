@@ -29,6 +29,9 @@ from typing import Any
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
 
+_READ_INTERVAL_S = 0.005
+"""Callbacks that begin so soon after one another begin with the same readings of the kernel's counters."""
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,7 +44,9 @@ def watch_loops(path: str) -> None:
     schedule = _Schedule()
     cores = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    continued_at = starting_s = starting_cpu_s = 0.0
+    continued_at = starting_s = starting_cpu_s = read_at = waited = stolen = 0.0
+    others_waited: dict[int, float] = {}
+    page_faults = 0
     witness, own = _Witness(), threading.get_ident()
 
     def note_continued(*_: object) -> None:
@@ -65,14 +70,16 @@ def watch_loops(path: str) -> None:
         return timed_start
 
     def watched(handle: Handle) -> None:
-        nonlocal starting_s, starting_cpu_s
+        nonlocal starting_s, starting_cpu_s, read_at, others_waited, waited, stolen, page_faults
         if threading.get_ident() != own:  # a loop of fsspec
             run(handle)
             return
         starting_s = starting_cpu_s = 0.0
         # The wait for a core is read first and last: else a wait between two of the readings would count as blocked.
-        others_waited, waited = schedule.others_without_core_s(), schedule.without_core_s()
-        stolen, page_faults = stolen_s(), _major_page_faults()
+        if time.monotonic() > read_at + _READ_INTERVAL_S:
+            others_waited, waited = schedule.others_without_core_s(), schedule.without_core_s()
+            stolen, page_faults = stolen_s(), _major_page_faults()
+            read_at = time.monotonic()
         computed, began = time.thread_time(), time.monotonic()
         witness.begins()
         run(handle)
@@ -82,13 +89,13 @@ def watch_loops(path: str) -> None:
             time.sleep(0.02)  # another thread may have got a SIGCONT, of which this one has not heard yet
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
             computed = time.thread_time() - computed - starting_cpu_s
-            stolen = stolen_s() - stolen
-            waited = schedule.without_core_s() - waited
+            stolen_meanwhile_s = stolen_s() - stolen
+            waited_s = schedule.without_core_s() - waited
             others_waited_s = _increase_of_all(others_waited, schedule.others_without_core_s())
-            blocked = lasted - computed - waited - others_waited_s - stolen
+            blocked = lasted - computed - waited_s - others_waited_s - stolen_meanwhile_s
             if max(computed, blocked) > SLOW_S:
-                times = f"{lasted:.3f} s: computed {computed:.3f}, blocked {blocked:.3f}, stolen {stolen:.2f}"
-                times += f", without a core {waited:.3f}, other threads {others_waited_s:.3f}"
+                times = f"{lasted:.3f} s: computed {computed:.3f}, blocked {blocked:.3f}, stolen {stolen_meanwhile_s:.2f}"
+                times += f", without a core {waited_s:.3f}, other threads {others_waited_s:.3f}"
                 times += f"; {_major_page_faults() - page_faults} major page faults"
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
                 os.write(report, f"{times}; {seen or 'not seen'}; {process}: {_named(handle)}\n".encode())
@@ -119,9 +126,9 @@ class _Witness:
 
     def _look(self) -> None:
         while True:
-            time.sleep(SLOW_S / 4)
+            time.sleep(SLOW_S / 2)
             number, began = self._number, self._began_at
-            if began and not self._seen and time.monotonic() > began + SLOW_S / 2:
+            if began and not self._seen and time.monotonic() > began + SLOW_S / 4:
                 seen = f"{self._lines_of_code()}; {self._place_in_kernel()}"
                 if number == self._number:
                     self._seen = seen
