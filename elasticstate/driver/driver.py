@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
 _AGENTS_COME_S = 0.5  # a new driver on another machine waits so long for the last agent, or longer
+_AGENTS_DIAL_S = 1.5  # the same, if it is no standby: an agent without a driver dials at least once in a second
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")
 _DASHBOARD = ("elasticstate.driver.dashboard.server:Dashboard", "aiohttp", "--dashboard")
@@ -553,7 +554,8 @@ class Driver:
         limit_s = absent_s = min(_REATTACH_TIMEOUT_S, self._options.driver_timeout_s)  # no agent waits for longer
         elected, heartbeat_s = self._elected, self._options.heartbeat_timeout_s
         if elected is not None:  # who lives has missed the last driver by then
-            absent_s = min(limit_s, max(_AGENTS_COME_S, heartbeat_s / 10, heartbeat_s - elected.silent_s))
+            come_s = _AGENTS_COME_S if elected.stood_by else _AGENTS_DIAL_S
+            absent_s = min(limit_s, max(come_s, heartbeat_s / 10, heartbeat_s - elected.silent_s))
         begin = self._loop.time()
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
             absent = [host for host in awaited if elected is not None and host not in elected.hosts]

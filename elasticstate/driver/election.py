@@ -41,6 +41,7 @@ class Elected(NamedTuple):
     silent_s: float  # since an agent received anything from the last driver
     hosts: frozenset[str] = frozenset()  # of the agents that took part, and dial again
     last_places: tuple[str, ...] = ()  # where the last driver can be reached, if it lives
+    stood_by: bool = False  # the agents knew its place before they lost the last driver
 
     async def tell_the_last_driver(self) -> None:
         """Tell the last driver that it is replaced, until it hears that: it may be frozen, or cut off."""
@@ -155,7 +156,7 @@ class Election:
         clocks = (record.clocks[0], time.time() - min(ages, default=silent_s))  # the hosts' clocks differ
         known = msgspec.structs.replace(record, token=self._token, clocks=clocks, places=())
         hosts = frozenset(stream.hello.host for stream in self._streams.values())
-        return Elected(self._proposer, known, silent_s, hosts, record.places)
+        return Elected(self._proposer, known, silent_s, hosts, record.places, self._silent_s > 0)
 
     def _may_begin(self) -> bool:
         """Return True if the agents here are enough, as far as they know, and have missed a driver for long enough."""

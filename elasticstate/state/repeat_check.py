@@ -409,7 +409,8 @@ def _function_of(frame: FrameType) -> ast.AST | None:
         for node in ast.iter_child_nodes(pending.pop()):
             first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", sys.maxsize)
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                if code.co_firstlineno == min([first, *(decorator.lineno for decorator in node.decorator_list)]):
+                begin = min([first, *(decorator.lineno for decorator in node.decorator_list)])
+                if begin == code.co_firstlineno:
                     return node
             if first <= code.co_firstlineno <= last and not isinstance(node, ast.expr):
                 pending.append(node)

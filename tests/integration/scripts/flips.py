@@ -1,8 +1,9 @@
 """A job with what ordinary programs have, in which one bit of a value may be flipped on one rank after a step.
 
-``flips.py STEPS SECONDS [WHERE STEP RANK [FILE]]``; WHERE: parameter, optimizer or buffer. DistributedDataParallel
-overwrites a flipped buffer in the next step, so that one commit alone has it. FILE: made by the flip, which happens
-once in the job. At the end each rank prints a digest of all that it has trained.
+``flips.py STEPS SECONDS [WHERE STEP RANK [FILE [UNTIL]]]``; WHERE: parameter, optimizer or buffer.
+DistributedDataParallel overwrites a flipped buffer in the next step, so that one commit alone has it. FILE: made by the
+flip, which happens once in the job. UNTIL: a file that ends the training before STEPS. At the end each rank prints a
+digest of all that it has trained.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,7 +21,7 @@ import elasticstate as elastic
 
 steps, seconds = int(sys.argv[1]), float(sys.argv[2])
 where, at, rank = (sys.argv[3], int(sys.argv[4]), int(sys.argv[5])) if len(sys.argv) > 3 else ("", 0, 0)
-marker = Path(sys.argv[6]) if len(sys.argv) > 6 else None
+marker, until = (Path(sys.argv[i]) if len(sys.argv) > i else None for i in (6, 7))
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -50,11 +52,20 @@ def flip() -> None:
     print(f"flipped a bit of {where} on rank {rank} after step {at}", flush=True)
 
 
+def is_over() -> bool:
+    """Return True at the same step on all ranks."""
+    if until is None or state.step % 10:
+        return state.step >= steps
+    flag = torch.tensor([int(state.step >= steps or until.exists())])
+    dist.broadcast(flag, 0)
+    return bool(flag)
+
+
 @elastic.run
 def train(state: elastic.TorchState) -> None:
     # Else the buckets have another order after the first step of each world, so sums of three numbers differ.
     ddp = DistributedDataParallel(model, init_sync=False, find_unused_parameters=True)
-    while state.step < steps:
+    while not is_over():
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = ddp(torch.randn(8, 8) + elastic.rank()).square().mean()

@@ -89,12 +89,12 @@ def watch_loops(path: str) -> None:
             time.sleep(0.02)  # another thread may have got a SIGCONT, of which this one has not heard yet
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
             computed = time.thread_time() - computed - starting_cpu_s
-            stolen_meanwhile_s = stolen_s() - stolen
+            taken_s = stolen_s() - stolen
             waited_s = schedule.without_core_s() - waited
             others_waited_s = _increase_of_all(others_waited, schedule.others_without_core_s())
-            blocked = lasted - computed - waited_s - others_waited_s - stolen_meanwhile_s
+            blocked = lasted - computed - waited_s - others_waited_s - taken_s
             if max(computed, blocked) > SLOW_S:
-                times = f"{lasted:.3f} s: computed {computed:.3f}, blocked {blocked:.3f}, stolen {stolen_meanwhile_s:.2f}"
+                times = f"{lasted:.3f} s: computed {computed:.3f}, blocked {blocked:.3f}, stolen {taken_s:.2f}"
                 times += f", without a core {waited_s:.3f}, other threads {others_waited_s:.3f}"
                 times += f"; {_major_page_faults() - page_faults} major page faults"
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
