@@ -47,8 +47,8 @@ _LONGEST_LIST = 100  # items of a list or dict that are looked at
 
 _WITHOUT_STATE = frozenset((int, float, bool, str, type(None), type, FunctionType, MethodType, ModuleType))
 
-_STORES = frozenset((dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"]))
-"""Instructions that assign to a variable outside of a function; also to one that functions inside of it use."""
+_STORE_GLOBAL, _STORE_DEREF = (dis.opmap[name] for name in ("STORE_GLOBAL", "STORE_DEREF"))
+"""Instructions that assign to a global variable, and to one that a function shares with another one."""
 
 _COUNTS_FROM = 2  # the first commit at which counts are looked for: it takes milliseconds, not in a world's first tick
 
@@ -227,7 +227,7 @@ def _counts(train: Callable[..., object], kept: Container[int]) -> Iterator[_Cou
     """Yield the numbers that functions and methods of the script count up. ``kept``: ids of what the state has."""
     found: dict[str, _Count] = {}
     functions: list[FunctionType] = []
-    for name, value in _names_of(train):
+    for name, value in _names_of(train, set()):
         if _is_a(value, FunctionType) and _is_of_the_script(value):
             functions.append(value)
         elif type(value) in (int, float) or id(value) in kept or _is_a(value, *_NO_OWNERS):
@@ -272,7 +272,7 @@ def _counted_by(owner: type | CodeType) -> frozenset[str]:
     try:
         if isinstance(owner, type):
             source = inspect.getsource(owner)
-        elif not _may_count(owner):
+        elif not _assigns_outside(owner, owner.co_freevars):
             return frozenset()
         else:  # for code, ``inspect.getsource`` asks each imported module where it is
             lines = linecache.getlines(owner.co_filename)
@@ -295,10 +295,17 @@ def _counted_by(owner: type | CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def _may_count(code: CodeType) -> bool:
-    """Return True if a function, or one inside of it, assigns to a variable outside of itself."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return not _STORES.isdisjoint(code.co_code[::2]) or any(map(_may_count, inner))
+def _assigns_outside(code: CodeType, free: tuple[str, ...]) -> bool:
+    """Return True if a function, or one inside of it, assigns to a global variable or to one of ``free``, those of the
+    enclosing functions. Much quicker than a look at the source."""
+    instructions = code.co_code[::2]
+    if _STORE_GLOBAL in instructions:
+        return True
+    if free and _STORE_DEREF in instructions:
+        found = dis.get_instructions(code)
+        if any(each.opcode == _STORE_DEREF and each.argval in free for each in found):
+            return True
+    return any(_assigns_outside(inner, free) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _has_state(value: object) -> bool:
@@ -372,7 +379,8 @@ def _with_parts(objects: Iterable[object]) -> Iterator[object]:
 
 def _reachable(train: Callable[..., object]) -> Iterator[tuple[str, Any]]:
     """Yield what the training function can reach, with names: its own variables first."""
-    names = list(_names_of(train))
+    known: set[int] = set()
+    names = list(_names_of(train, known))
     yield from names
     for name, value in names:
         if _is_a(value, list, tuple):
@@ -382,15 +390,16 @@ def _reachable(train: Callable[..., object]) -> Iterator[tuple[str, Any]]:
         elif _is_a(value, torch.nn.Module, Optimizer, State, type) or not _is_of_the_script(value):
             continue
         elif _is_a(value, FunctionType, MethodType):
-            yield from _names_of(value)
+            yield from _names_of(value, known)
         else:
             with suppress(AttributeError):
                 parts = object.__getattribute__(value, "__dict__")
                 yield from ((f"{name}.{key}", part) for key, part in list(parts.items()))
 
 
-def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a call that is a ``partial``, and the variables outside of its function."""
+def _names_of(call: Any, known: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a call that is a ``partial``, and the variables outside of its function. ``known``: the
+    modules whose global variables have been yielded, as ids of their dicts."""
     arguments: list[Any] = []
     while not isinstance(call, FunctionType):
         if isinstance(call, functools.partial):
@@ -406,7 +415,9 @@ def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
     yield from zip(function.__code__.co_varnames, arguments, strict=False)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if not is_empty(cell))
-    yield from list(function.__globals__.items())
+    if id(function.__globals__) not in known:
+        known.add(id(function.__globals__))
+        yield from list(function.__globals__.items())
 
 
 def _innermost(function: FunctionType) -> FunctionType:

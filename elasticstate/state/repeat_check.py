@@ -139,10 +139,11 @@ class RepeatCheck:
 
     def _judge(self) -> str:
         """Return a warning, or an empty text."""
-        session, nest = self._committer.session, list(_nest(self._frames()))
+        session = self._committer.session
         text = self._stale_place()
         if text or session.view.rank != session.view.root:  # the root has the state in any case
             return text
+        nest = list(_nest(self._frames()))
         if self._wait == 0:
             text = self._counter(nest) or self._fallen_number()
         return text or self._epoch_again(nest)
@@ -384,8 +385,12 @@ def _numbers_in(state: State) -> dict[str, int] | None:
 
 def _nest(frames: list[FrameType]) -> Iterator[_Loop]:
     """Yield the loops that the frames are in, the outermost first."""
+    trees: dict[str, ast.AST | None] = {}  # by file
     for frame in frames:
-        node = function = _function_of(frame)
+        file = frame.f_code.co_filename
+        if file not in trees:
+            trees[file] = _parsed(file, frame.f_globals)
+        node = function = _function_in(trees[file], frame.f_code)
         while function is not None and node is not None:
             inner = None
             for child in ast.iter_child_nodes(node):
@@ -398,14 +403,17 @@ def _nest(frames: list[FrameType]) -> Iterator[_Loop]:
             node = inner
 
 
-def _function_of(frame: FrameType) -> ast.AST | None:
-    code = frame.f_code
+def _parsed(file: str, module: dict[str, Any]) -> ast.AST | None:
     try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+        return ast.parse("".join(linecache.getlines(file, module)))
     except (SyntaxError, ValueError):
         return None
-    pending: list[ast.AST] = [tree]
-    while pending:  # only what contains the function's first line: a script may have thousands
+
+
+def _function_in(tree: ast.AST | None, code: CodeType) -> ast.AST | None:
+    """Return the definition of a function. Looks only at what contains its first line: a file may have thousands."""
+    pending = [tree] if tree is not None else []
+    while pending:
         for node in ast.iter_child_nodes(pending.pop()):
             first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", sys.maxsize)
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:

@@ -189,6 +189,18 @@ def train(state):
             "            state.commit()\n    train(state)\nmain()",
             "best (float) changes while the script trains",
         ),
+        (
+            f"{STATE}def main():\n    seen = 0\n    @elastic.run\n    def train(state):\n        def count():\n"
+            "            nonlocal seen\n            seen += 1\n        for _ in range(5):\n            step()\n"
+            "            count()\n            state.commit()\n    train(state)\nmain()",
+            "seen (int) changes while the script trains",
+        ),
+        (
+            f"{STATE}seen = 0\n@elastic.run\ndef train(state):\n    def count():\n        global seen\n"
+            "        seen += 1\n    for _ in range(5):\n        step()\n        count()\n        state.commit()\n"
+            "train(state)",
+            "seen (int) changes while the script trains",
+        ),
         (f"{AVERAGE}{STATE}train(state)", "average (Average) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='lerp_(old, 0.1)')}", "target (Linear) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='data.copy_(old)')}", "target (Linear) changes while the script trains"),
