@@ -523,12 +523,13 @@ def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
         return
     if not worker.uses_run:
         plain.command_uses_run(d, worker.id)
-    ready = commits.without_rejected(d, ready)
+    slot_id = worker.id.slot_id
+    ready = commits.without_rejected(d, ready) if d.ledger.rejected else ready
     _record_commit(d, ready.commit)
     _record_commit(d, ready.previous)
-    commits.record_both(d, worker.id.slot_id, ready.commit, ready.previous, ready.sealed)
-    if d.slots[worker.id.slot_id].misfit is not None:
-        d.put_slot(worker.id.slot_id, misfit=None)
+    commits.record_both(d, slot_id, ready.commit, ready.previous, ready.sealed)
+    if d.slots[slot_id].misfit is not None:
+        d.put_slot(slot_id, misfit=None)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
     if worker.ready is not None:

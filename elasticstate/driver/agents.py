@@ -581,16 +581,16 @@ class Agents:
         if agent is not None and agent.stream is stream:
             if isinstance(message, messages.CouldNotStart):
                 self._lose(agent, f"could not start: {message.reason}")
-                return
-            if isinstance(message, messages.HostReport):
-                agent.has_reported = True
-            if isinstance(message, messages.Vote):
+            elif isinstance(message, messages.Vote):
                 self._votes.received(agent.id, message)
-                return
-            if agent.is_witness and isinstance(message, messages.HostReport):
-                self._report_dialled_in()
-                return
-            self._received(agent.host, message)
+            elif not isinstance(message, messages.HostReport):
+                self._received(agent.host, message)
+            else:
+                agent.has_reported = True
+                if agent.is_witness:
+                    self._report_dialled_in()
+                else:
+                    self._received(agent.host, message)
 
     def agent_lost(self, stream: AgentStream, reason: str) -> None:
         agent = self._agents.get(stream.hello.host)

@@ -589,9 +589,9 @@ class Driver:
             self._handle(host, due)
 
     def _handle(self, host: str, message: messages.FromAgent) -> None:
-        if isinstance(message, messages.Vote | messages.CouldNotStart):
-            return  # agents.py has handled it
         match message:
+            case t.FromWorker():  # nearly always
+                self._queue.post(message)
             case messages.BesidesCore(worker, body):
                 self._besides_core(worker, body)
             case messages.Stamps(stamps, number, copies):
@@ -632,7 +632,7 @@ class Driver:
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)
-            case _:
+            case _ if not isinstance(message, messages.Vote | messages.CouldNotStart):  # agents.py has handled these
                 self._queue.post(message)
 
     def _host_joined(self, host: str, report: messages.HostReport) -> None:
