@@ -2,7 +2,7 @@
 """Lint and all tests, side by side: ``python tests/run.py``, or ``python tests/run.py unit lint`` for some parts.
 
 The parts:
-  jobs  real jobs with real faults, on this machine and on simulated hosts, and the documentation; 5 processes
+  jobs  real jobs with real faults, on this machine and on simulated hosts, and the documentation; 4 processes
   unit  unit tests, simulations, and jobs that mostly compute; 2 processes at low priority
   lint  ruff and mypy, at low priority; mypy is less strict where optional packages are missing
 
@@ -30,7 +30,7 @@ BIN = Path(sys.executable).parent
 FAILURES = ROOT / ".failures.log"
 INTERRUPT_TIMEOUT_S = 60.0  # a test that is interrupted may take so long to end its job; then it is killed
 
-# Jobs wait most of the time, for each other and for faults to be detected: five of them run at a time. Simulations,
+# Jobs wait most of the time, for each other and for faults to be detected: four of them run at a time. Simulations,
 # unit tests and lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so do
 # jobs that mostly compute and have no fault by time. All tests of a file run in one process, as they share jobs, and
 # the longest files come first (tests/conftest.py).
@@ -48,7 +48,7 @@ MISSING = [name for name in (*OPTIONAL, "transformers") if find_spec(name) is No
 LENIENT = ["--disable-error-code=import-not-found", "--allow-subclassing-any", "--no-warn-return-any"]
 LENIENT += ["--allow-untyped-decorators", "--no-warn-unused-ignores"]
 PARTS = {
-    "jobs": [[*PYTEST, "-n", "5", *WAITING, *(f"--ignore={file}" for file in COMPUTING)]],
+    "jobs": [[*PYTEST, "-n", "4", *WAITING, *(f"--ignore={file}" for file in COMPUTING)]],
     "unit": [[*NICE, *PYTEST, "-n", "2", "tests/simulation", *COMPUTING, "tests/unit"]],
     "lint": [
         [*NICE, str(BIN / "ruff"), "check", "."],

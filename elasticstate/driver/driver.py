@@ -556,17 +556,20 @@ class Driver:
         if elected is not None:  # who lives has missed the last driver by then
             come_s = _AGENTS_COME_S if elected.stood_by else _AGENTS_DIAL_S
             absent_s = min(limit_s, max(come_s, heartbeat_s / 10, heartbeat_s - elected.silent_s))
-        begin = self._loop.time()
+        begin, came_at, number = self._loop.time(), 0.0, 0
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
+            if len(awaited) != number:  # an agent has come; another one of a busy machine may be as late
+                number, came_at = len(awaited), self._loop.time()
             absent = [host for host in awaited if elected is not None and host not in elected.hosts]
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
             self._report.reason(self._state.reason)
-            await self._queue.wait(begin + (absent_s if absent else limit_s))
+            absent_at, limit_at = min(came_at + absent_s, begin + limit_s), begin + limit_s
+            await self._queue.wait(absent_at if absent else limit_at)
             if self._state.stopped is not None:  # there is no world to stop yet
                 self._state.outcome = self._state.stopped
                 return
-            for limit, hosts in ((absent_s, absent), (limit_s, awaited)):
-                if self._loop.time() >= begin + limit:
+            for due_at, limit, hosts in ((absent_at, absent_s, absent), (limit_at, limit_s, awaited)):
+                if self._loop.time() >= due_at:
                     for host in set(hosts).intersection(reattachment.awaited(lost_hosts(self._queue.events))):
                         self._agents.give_up(host, f"did not reconnect within {limit:g} s")
 
