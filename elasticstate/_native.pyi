@@ -454,7 +454,7 @@ class Sentinel:
     def in_generation(self) -> bool: ...
     @property
     def since_tick_s(self) -> float:
-        """Time since the last tick ended, in seconds. For the thread that trains."""
+        """Time since the last tick was counted, in seconds; it has no meaning without one. For the training thread."""
 
     @property
     def cause(self) -> bytes:

@@ -25,7 +25,7 @@ public:
     void tick(std::uint64_t tick) noexcept;
     /// Does not count the time since the last tick: the worker was held.
     void resume() noexcept;
-    /// The time since the last tick was counted, in seconds. A wait at its end is part of it.
+    /// The time since the last tick was counted, in seconds: a hold at its end is part of it. Needs a tick.
     double since_tick_s() const noexcept;
 
 private:

@@ -513,7 +513,8 @@ class Draft:
         self._members = None
         changed, before = replace(worker, **changes), self.workers[worker.id]
         if not _COUNTED.isdisjoint(changes):
-            self._recount(before, changed)
+            self._count(before, -1)
+            self._count(changed, 1)
         elif before.still_s != changed.still_s:
             self.still += (changed.still_s >= self._doubted_s) - (before.still_s >= self._doubted_s)
         self.workers[worker.id] = changed
@@ -525,14 +526,6 @@ class Draft:
         self.draining += by * (worker.draining != "" and not worker.gone)
         self.suspects += by * (worker.suspect_at is not None)
         self.still += by * (worker.still_s >= self._doubted_s)
-
-    def _recount(self, before: Worker, after: Worker) -> None:
-        self.booting += after.booting - before.booting
-        was_here, is_here = not before.gone, not after.gone
-        self.ready += (is_here and after.ready is not None) - (was_here and before.ready is not None)
-        self.draining += (is_here and after.draining != "") - (was_here and before.draining != "")
-        self.suspects += (after.suspect_at is not None) - (before.suspect_at is not None)
-        self.still += (after.still_s >= self._doubted_s) - (before.still_s >= self._doubted_s)
 
     def by_discovery(self) -> list[Host]:
         """Return all hosts that are or were known, in discovery's order. Hosts without slots come last."""

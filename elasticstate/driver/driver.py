@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from elasticstate.driver.dashboard.server import Dashboard
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
-_AGENTS_COME_S = 0.5  # a new driver on another machine waits so long for the last agent, or longer
+_AGENTS_COME_S = 0.5  # a new driver on another machine waits so long, or longer, for each next agent
 _AGENTS_DIAL_S = 1.5  # the same, if it is no standby: an agent without a driver dials at least once in a second
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _METRICS = ("elasticstate.driver.metrics:metrics_served", "prometheus_client", "--metrics")

@@ -113,8 +113,8 @@ Tensor = torch.Tensor
 Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, tuple[int, ...], object]"  # see layout.lay_out
 
 RANDOM_GRANULE_BYTES = 4096
-_TENSORS_AT_ONCE = 1024
 RANDOM_SLACK_BYTES = 1024  # the pickle of the random state varies by some bytes
+_TENSORS_AT_ONCE = 1024  # whose features are compared; few enough for the cache of a core
 
 # Everything that decides how the bytes of a tensor are copied, including changes made in place. One C call each.
 _FEATURES: tuple[Callable[[Tensor], Any], ...] = (

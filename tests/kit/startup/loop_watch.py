@@ -29,7 +29,7 @@ from typing import Any
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
 
-_READ_INTERVAL_S = 0.005
+_READ_INTERVAL_S = 0.001
 """Callbacks that begin so soon after one another begin with the same readings of the kernel's counters."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -135,7 +135,7 @@ def test_of_several_standbys_one_wins_and_no_other_one_asks_for_votes_after_that
             rivals = [each for each in elections if each is not winner]
             while any(not each._voters or each._is_preparing or _knows_no_promise(each) for each in rivals):
                 await asyncio.sleep(0.01)  # one may have asked at the same time, and hears the refusals later
-            assert not any(each._may_begin() for each in rivals)
+            assert not any(each._may_begin() or each._is_preparing for each in rivals)
             promised = [each._vote.promised for each in agents]
             assert promised.count(ballot) >= 2, "a majority has promised a rival its votes"
             assert not any(each.done() for each in losing)
