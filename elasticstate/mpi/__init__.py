@@ -4,7 +4,7 @@
 - ``agent_part``: part of each agent. It gives identities to its workers, and connects them to ``mpirun``.
 - ``worker``: part of each worker, the process groups of torch over MPI. No other module here imports torch.
 - ``broker``, ``holder``: processes that ``mpirun`` starts, on the driver's host only.
-- ``installation``: search for the MPI of this machine, with a trial.
+- ``installation``: search for the MPI of this machine; ``trial`` is the program that tries it.
 
 ::
 
