@@ -34,7 +34,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--commit-every", type=int, default=1)
-    parser.add_argument("--step-seconds", type=float, default=0.03)
+    parser.add_argument("--step-seconds", type=float, help="pause after a step; 0.03, and 0.06 with --until")
     parser.add_argument("--fault", action="append", default=[], type=Fault.parse)
     parser.add_argument("--faults-file", type=Path, help="more faults, which may be written while the job runs")
     parser.add_argument("--wrap", action="store_true", help="wrap every exception in one of our own")
@@ -58,6 +58,7 @@ if args.slow_device:
     slow_device.use(slow_device.SlowDevice(args.slow_device))
 log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 faults = Faults(args.fault, args.log, args.faults_file)
+pace_s = args.step_seconds if args.step_seconds is not None else 0.06 if args.until else 0.03
 
 
 def note(what: str, **fields: object) -> None:
@@ -145,7 +146,7 @@ def train(state: elastic.TorchState) -> int:
         while not done():
             faults.at("step", rank=elastic.rank(), step=state.step)
             one_step(ddp)
-            time.sleep(args.step_seconds)
+            time.sleep(pace_s)
             state.step += 1
             for name in args.metric:
                 elastic.report_metric(name, state.step)
