@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,7 @@ import torch
 
 from elasticstate.errors import OptionError
 from elasticstate.mpi.installation import MpiInstallation, require_mpi, search
+from tests.kit.processes import has_ended
 
 BESIDE = Path(sys.executable).parent
 LIMIT_S = 120  # time limit of these tests; the machine may be busy
@@ -201,9 +202,7 @@ def test_nothing_is_left_after_ctrl_c(
         stdout, stderr = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, stderr) == (expected, "")
     assert stdout.endswith("torch:\n")
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            assert child.status() == psutil.STATUS_ZOMBIE
+    assert all(map(has_ended, children))
 
 
 # -------------------------------------------------------------------------------------------------------------- MPI

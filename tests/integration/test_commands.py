@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.kit.elasticrun import running, started
+from tests.kit.processes import has_ended
 
 STUBBORN = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]
 QUICK = ["--driver-timeout", "0.5", "--stop-timeout", "0.5", "--cooldown-range", "0", "0"]
@@ -24,13 +25,6 @@ def rewrite(file: Path, text: str) -> None:
     fresh = file.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(file)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 # ------------------------------------------------------------------------------------------------------ the usual
@@ -154,7 +148,7 @@ def test_ctrl_c_ends_with_130_and_a_second_one_kills_at_once(tmp_path: Path) -> 
             assert line, "the driver did not say that it stops"
         job.process.send_signal(signal.SIGINT)
         assert job.end()[0] == 130
-        job.wait(lambda: all(map(is_gone, workers)), "the end of the workers")
+        job.wait(lambda: all(map(has_ended, workers)), "the end of the workers")
 
 
 def test_ctrl_c_reaches_only_the_driver(tmp_path: Path) -> None:
@@ -172,7 +166,7 @@ def test_who_ignores_sigterm_is_killed_after_the_stop_timeout(tmp_path: Path) ->
         workers = started(job, 2)
         job.process.terminate()
         status, _, stderr = job.end()
-        assert all(map(is_gone, workers))
+        assert all(map(has_ended, workers))
     assert status == 143
     assert "was stopped by SIGTERM after" in stderr.splitlines()[-1]
     assert job.events("job_finished")[0]["status"] == "stopped"
@@ -184,7 +178,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
         workers, agents = started(job, 2), job.agents()
         job.process.kill()
         stderr = job.end()[2]  # waits for all processes that hold the pipe
-        job.wait(lambda: all(map(is_gone, [*workers, *agents])), "the end of agents and workers")
+        job.wait(lambda: all(map(has_ended, [*workers, *agents])), "the end of agents and workers")
     assert stderr.count("stopping the workers: no driver within --driver-timeout of 0.5 s") == 2
 
 
@@ -196,7 +190,7 @@ def test_the_workers_of_a_killed_agent_go_too_and_come_back(tmp_path: Path) -> N
         agent.kill()
         lost = job.wait_for("agent_lost")
         assert [event["reason"] for event in lost] == ["was killed by SIGKILL"]
-        job.wait(lambda: is_gone(worker), "the death of its worker")
+        job.wait(lambda: has_ended(worker), "the death of its worker")
         started(job, 2)
         assert len(job.events("worker_started")) == 4, "all workers restart"
         job.process.terminate()
@@ -212,7 +206,7 @@ def test_what_has_fled_the_session_ends_with_the_job(tmp_path: Path) -> None:
         fugitive = psutil.Process(int(pid_file.read_text()))
         job.process.terminate()
         assert job.end()[0] == 143
-        job.wait(lambda: is_gone(fugitive), "the end of the fugitive")
+        job.wait(lambda: has_ended(fugitive), "the end of the fugitive")
 
 
 def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
@@ -224,7 +218,7 @@ def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
         lost = job.wait_for("agent_lost")
         assert lost[0]["time"] - at > 0.8, "the time-out, less the time since its last heartbeat"
         assert [event["reason"] for event in lost] == ["sent no heartbeat for --heartbeat-timeout of 1 s"]
-        job.wait(lambda: is_gone(worker) and is_gone(agent), "the death of both")
+        job.wait(lambda: has_ended(worker) and has_ended(agent), "the death of both")
         job.process.terminate()
         assert job.end()[0] == 143
 
@@ -330,7 +324,7 @@ def test_a_signal_to_an_agent_drains_its_host_which_then_rests(
         started(job, 2)
         agent = job.agents()[0]
         agent.send_signal(number)
-        job.wait(lambda: is_gone(agent), "the end of the agent")
+        job.wait(lambda: has_ended(agent), "the end of the agent")
         is_in_preemption_cooldown = job.wait_for("host_cooldown")[0]
         again = job.wait_for("agent_joined", 3)[2]
         job.process.terminate()

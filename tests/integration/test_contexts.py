@@ -18,6 +18,7 @@ from elasticstate.mpi.driver_part import Applicant, Mpirun
 from elasticstate.private import open_directory, write_file
 from elasticstate.worker.contexts import torch_name
 from tests.kit.forks import Template
+from tests.kit.processes import command_of
 from tests.kit.ranks import SOON_S, Rank, Ranks
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
@@ -42,15 +43,7 @@ def mpirun(tmp_path: Path) -> Iterator[Mpirun]:
     running = Mpirun(tmp_path, SOON_S)
     yield running
     running.stop()
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        command: list[str] = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
-    except psutil.Error:
-        return []
-    return command
+    assert not [process for process in psutil.process_iter() if str(tmp_path) in command_of(process)]
 
 
 def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:

@@ -20,6 +20,7 @@ import pytest
 from elasticstate.mpi.driver_part import Applicant, Mpirun
 from elasticstate.net.trust import make_token
 from tests.kit.job import Hosts, Job
+from tests.kit.processes import command_of
 from tests.kit.series import (
     Errors,
     Series,
@@ -49,14 +50,6 @@ def nothing_is_left(job: Job) -> None:
     """Check that mpirun and all processes that it started are gone."""
     name = job.events("job_started")[0]["job"]
     assert not [process for process in psutil.process_iter() if f"-{name}/mpi" in command_of(process)]
-
-
-def command_of(process: psutil.Process) -> str:
-    """Return the command line of a process; "" if the process has ended."""
-    try:
-        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def test_a_request_that_cannot_be_met_does_not_end_mpirun(tmp_path: Path) -> None:

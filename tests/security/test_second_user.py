@@ -17,6 +17,7 @@ from elasticstate.commits import CommitDirectory
 from elasticstate.net.link import WorkerLink
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
 from tests.kit.job import Job
+from tests.kit.processes import has_ended
 from tests.kit.second_user import AS_NOBODY, as_nobody, forge, logind_deletes, take_name, why_not
 from tests.kit.strangers import Calm
 
@@ -89,7 +90,7 @@ def test_commits_that_another_user_has_planted_are_never_unpickled(tmp_path: Pat
 
             # Between the start of the next worker and its request for the files.
             step = kill_worker(job)
-            job.wait_for("the next worker", lambda: [p for p in agent.children() if p.status() != "zombie"])
+            job.wait_for("the next worker", lambda: [p for p in agent.children() if not has_ended(p)])
             logind_deletes(second)
             if take_name(second, public / "forged"):
                 planted.append(second)

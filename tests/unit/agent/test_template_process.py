@@ -22,6 +22,7 @@ import pytest
 from elasticstate.core.ids import WorkerId
 from elasticstate.net import messages
 from tests.kit.agent import Scene, play
+from tests.kit.processes import command_of, has_ended
 from tests.kit.sources import ROOT
 
 CASES = Path(__file__).with_name("template_cases.py")
@@ -43,7 +44,7 @@ def template_of(scene: Scene) -> psutil.Process | None:
     """Return the template process of the agent. A worker that has just forked has its command line for a moment."""
     children = psutil.Process(scene.agent.pid).children()
     names = ("elasticstate template", "elasticstate/worker/template.py")  # the latter until it has begun
-    found = [c for c in children if any(name in " ".join(c.cmdline()) for name in names)]
+    found = [c for c in children if any(name in command_of(c) for name in names)]
     return min(found, key=psutil.Process.create_time, default=None)
 
 
@@ -383,7 +384,7 @@ def test_a_template_process_that_dies_or_stops_costs_only_time(
             template.send_signal(fault)
             worker = await run.start("sleep")
         assert not is_forked(await run.started(worker))
-        await scene.until(lambda: not template.is_running() or template.status() == "zombie", "the end of the template")
+        await scene.until(lambda: has_ended(template), "the end of the template process")
         if phase != "imports":
             assert psutil.pid_exists(await run.started(first))  # it lives on
 
@@ -437,7 +438,7 @@ def test_thirty_workers_leave_nothing_behind(tmp_path: Path) -> None:
             assert rss < rss_before + (2 << 20)
 
         def zombies() -> list[psutil.Process]:
-            return [p for p in agent.children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
+            return [p for p in agent.children(recursive=True) if has_ended(p)]
 
         await scene.until(lambda: not zombies(), "the end of all zombies")
 

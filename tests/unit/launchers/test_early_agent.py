@@ -9,6 +9,7 @@ import time
 import psutil
 
 from elasticstate.launchers import AGENT, agent_process, early_agent
+from tests.kit.processes import has_ended
 
 
 def own_agents() -> list[psutil.Process]:
@@ -18,7 +19,7 @@ def own_agents() -> list[psutil.Process]:
     """
     deadline = time.monotonic() + 30
     while True:
-        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        children = [child for child in psutil.Process().children() if not has_ended(child)]
         commands = [child.cmdline() for child in children]
         if all(commands):
             return [child for child, command in zip(children, commands, strict=True) if AGENT in command]
