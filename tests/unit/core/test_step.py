@@ -468,6 +468,13 @@ def test_a_preempted_host_that_discovery_names_again_has_no_cooldown_even_if_its
     assert m.hosts["b"].agent == "asked"
 
 
+@pytest.mark.parametrize("listen", [None, ":7000"])
+def test_a_preempted_host_has_a_cooldown_unless_another_agent_has_dialled_in_there(listen: str | None) -> None:
+    m, _ = drive(SPARE, np=2, min_np=1, max_np=2, listen=listen)
+    m, _ = drive("2.0 agent-draining b SIGTERM to its agent\n3.0 agent-lost b gone", m)
+    assert (m.hosts["b"].cooldown_until > 3.0) == (listen is None)
+
+
 @pytest.mark.parametrize(("host", "names", "near"), [("a", 7, (2,)), ("a", 8, ()), ("a", 0, ()), ("b", 7, ())], ids=str)
 def test_a_newcomer_is_near_if_the_root_has_the_same_names_on_the_same_host(
     host: str, names: int, near: tuple[int, ...]
