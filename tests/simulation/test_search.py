@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant("I8", "slots._spread", "crc32(", "__import__('random').randrange(1000) + crc32(", TWICE, "I8"),
     Mutant("I15", "phases._release_draining", "and worker is not holder", "", job(1, 1, notices=1, kills=1), "I15"),
     Mutant("I16", "slots.may_train_on", "return not", "return False and not", job(1, 1, cuts=1), "I16"),
-    Mutant("I17", "step._agent_lost", "if notice and host.slots:", "if False:", job(1, 1, notices=1), "I17"),
+    Mutant("I17", "step._agent_lost", "if notice and host.slots", "if False", job(1, 1, notices=1), "I17"),
     Mutant("I20", "worlds.staying", "if worker.id.host not in beyond", "", job(1, 1, links=1), "I20: a world with"),
     Mutant("slots", "slots._free_slots", "slot.worker is None and", "", job(2, kills=1), "each in its slot"),
     Mutant(
