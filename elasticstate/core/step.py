@@ -343,7 +343,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         commits.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
     else:
         slots.host_is_lost(d, d.hosts[host.name], workers, notice)
-    if notice and host.slots and d.policy.listen is None:  # who dials in there is another agent, and may work at once
+    if notice and host.slots and d.policy.listen is None:  # an agent that dials in again may work at once
         slots.start_preemption_cooldown(d, d.hosts[host.name], notice)
 
 

@@ -4,7 +4,7 @@ With ``--trial FILE``, two processes run, started by mpirun. The second one is k
 can, and writes the result to FILE, because mpirun may end before it forwards printed text. MPI is never finalized:
 after the death of a process that may hang, and nothing here needs it.
 
-It imports little, because three of these processes run at the start of each job.
+It imports little, because three of these processes run at the start of each job with MPI.
 """
 
 from __future__ import annotations
