@@ -8,12 +8,12 @@ its slot. The core records the last report about each slot, from its worker or f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.state import Draft, Membership, Running, Worker
+from elasticstate.core.state import Draft, Host, Membership, Running, Worker
 from elasticstate.core.types import number_of
 
 _REJECTED_KEPT = 16  # generations: no slot holds a commit of an older one
@@ -162,6 +162,58 @@ def only_holder(draining: Iterable[Worker], stay: Iterable[Worker]) -> Worker | 
     """Return the READY draining worker with a newer commit than all that ``stay``: it must be in one more world."""
     holder = max(draining, key=lambda w: (held(w), -w.age, w.id), default=None)
     return holder if holder is not None and held(holder) > newest(stay) else None
+
+
+# --------------------------------------------------------------------------------------------------- commits of shards
+# The copies of the shards of a commit, in the buffers of slots and in the copy stores of hosts: see sharded.py.
+
+
+Copies = dict[t.CommitId, dict[int, list[t.CopyOf]]]
+"""Copies by commit and digest."""
+
+
+def reachable(m: Draft | Membership) -> list[Host]:
+    """Return the hosts that the driver reaches."""
+    return [host for host in m.hosts.values() if host.agent == "joined"]
+
+
+def newest_whole(
+    m: Draft | Membership, copies: Copies, beyond: Set[str] = frozenset()
+) -> tuple[t.CommitId, tuple[t.ShardSource, ...]] | None:
+    """Return the newest commit with a copy for each digest of its layout, and these copies. Those on the hosts
+    ``beyond`` do not count."""
+    layouts = {layout.generation: layout for layout in m.shards.layouts}
+    for commit in sorted(copies, reverse=True):
+        needed = dict.fromkeys(digest for _, digest in layouts[commit.generation].digests)
+        found = {digest: [copy for copy in its if copy.host not in beyond] for digest, its in copies[commit].items()}
+        if all(found.get(digest) for digest in needed):
+            return commit, tuple(t.ShardSource(digest, copy) for digest in needed for copy in found[digest])
+    return None
+
+
+def copies_on(m: Draft | Membership, hosts: Sequence[Host]) -> Copies:
+    """Return the copies on these hosts: those in a slot's own buffer before the kept ones."""
+    digests = {
+        (layout.generation, slot_id): digest for layout in m.shards.layouts for slot_id, digest in layout.digests
+    }
+    found: Copies = {}
+    kept = ((host.name, slot_id, commit) for host in hosts for slot_id, commit in sorted(host.kept))
+    in_stores = (copy for copy in kept if not is_rejected(m, copy[2]))
+    for host, slot_id, commit in (*_in_buffers(m, hosts), *in_stores):
+        digest = digests.get((commit.generation, slot_id))
+        if digest is not None:
+            found.setdefault(commit, {}).setdefault(digest, []).append(t.CopyOf(host, slot_id, commit))
+    return found
+
+
+def _in_buffers(m: Draft | Membership, hosts: Sequence[Host]) -> Iterator[tuple[str, t.SlotId, t.CommitId]]:
+    for host in hosts:
+        for index in range(host.slots_ever):
+            slot_id = t.SlotId(host.name, index)
+            slot = m.slots.get(slot_id)
+            for commit in (slot.retained, slot.previous) if slot is not None else ():
+                if commit is not None:
+                    yield host.name, slot_id, commit
 
 
 # ---------------------------------------------------------------------------------------------------------- uncommitted

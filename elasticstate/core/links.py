@@ -10,13 +10,22 @@ The other hosts are *apart*: their workers join again like newcomers, but not be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 
 from msgspec.structs import replace
 
 from elasticstate.core import event_file, types as t
-from elasticstate.core.commits import has_job_state, held, newest, only_holder
+from elasticstate.core.commits import (
+    Copies,
+    copies_on,
+    has_job_state,
+    held,
+    newest,
+    newest_whole,
+    only_holder,
+    reachable,
+)
 from elasticstate.core.state import (
     DOUBTED,
     Draft,
@@ -204,12 +213,14 @@ def cut_off(m: Draft | Membership) -> frozenset[str]:
     behind = _behind(m, members)
     found = [w for w in m.workers.values() if w.ready is not None and not w.gone and w.id.host not in behind]
     ready = [worker for worker in found if not worker.draining]
-    holders = ready
-    if not members and not m.shards.layouts:
-        late = only_holder([worker for worker in found if worker.draining], ready)
-        ready += [late] if late is not None else []
-        holders = _holders(m, ready)
-    return behind | _behind(m, members | _largest_part(m, ready, {worker.id for worker in holders}))
+    if members:
+        return behind | _behind(m, members | _largest_part(m, ready, ready))
+    if m.shards.layouts:
+        copies = copies_on(m, reachable(m))
+        return _behind(m, _largest_part(m, ready, _holders(m, ready), copies))
+    late = only_holder([worker for worker in found if worker.draining], ready)
+    ready += [late] if late is not None else []
+    return _behind(m, _largest_part(m, ready, _holders(m, ready)))
 
 
 def enemies(m: Draft | Membership, host: str) -> set[str]:
@@ -237,7 +248,7 @@ def lines(m: Draft | Membership, now: float) -> list[str]:
     return [f"{text_of(link)}, for {now - since:.1f} s" for link, since in m.ledger.links.cut.items()]
 
 
-def _behind(m: Draft | Membership, hosts: set[str]) -> frozenset[str]:
+def _behind(m: Draft | Membership, hosts: Set[str]) -> frozenset[str]:
     """Return the hosts outside of ``hosts`` to which a link of one of them is cut."""
     found = (link for link in m.ledger.links.cut if not hosts.isdisjoint(link))
     return frozenset(chain.from_iterable(found)) - hosts
@@ -245,25 +256,32 @@ def _behind(m: Draft | Membership, hosts: set[str]) -> frozenset[str]:
 
 def _holders(m: Draft | Membership, ready: list[Worker]) -> list[Worker]:
     """Return the READY workers of which one must be in the next world, so that no commit that all members have sealed
-    is lost: those of the newest world that had the job's state there; without any, those with the newest commit."""
+    is lost: those of the newest world that had the job's state there; without any, those with the newest commit. In a
+    sharded job no worker needs to have that: agents hold it."""
     best = newest(ready)
-    return [w for w in ready if has_job_state(m, w)] or [w for w in ready if held(w) == best]
+    of_world = [w for w in ready if has_job_state(m, w)]
+    return of_world or [w for w in ready if held(w) == best or m.shards.layouts]
 
 
-def _largest_part(m: Draft | Membership, workers: list[Worker], holders: set[t.WorkerId]) -> set[str]:
+def _largest_part(
+    m: Draft | Membership, workers: list[Worker], holders: Sequence[Worker], copies: Copies | None = None
+) -> set[str]:
     """Return the hosts of the most workers, up to ``--max-np``, whose hosts can all reach each other, with a holder.
 
-    Of equal parts, that with the oldest worker with the newest commit; then that of the oldest workers.
+    ``copies``: of the shards of commits. The part must be able to read a commit of them, if any part can. Of equal
+    parts, that with the oldest worker with the newest commit; then that of the oldest workers.
     """
+    holding = {worker.id for worker in holders}
     on: dict[str, list[Worker]] = {}
     for worker in workers:
         on.setdefault(worker.id.host, []).append(worker)
     foes = {host: found for host in on if (found := enemies(m, host) & on.keys())}
     free = on.keys() - foes.keys()
 
-    def size(part: Set[str]) -> tuple[bool, int]:
+    def size(part: Set[str]) -> tuple[bool, bool, int]:
         inside = [worker for host in part | free for worker in on[host]]
-        return any(worker.id in holders for worker in inside), m.policy.fitting(len(inside))
+        can_read = copies is None or newest_whole(m, copies, _behind(m, part | free)) is not None
+        return can_read, any(worker.id in holding for worker in inside), m.policy.fitting(len(inside))
 
     def preference(part: Set[str]) -> tuple[tuple[t.CommitId, int], list[int], list[int]]:
         inside = [worker for host in part | free for worker in on[host]]
@@ -273,7 +291,7 @@ def _largest_part(m: Draft | Membership, workers: list[Worker], holders: set[t.W
 
     if not foes:
         return set(on)
-    parts = list(_parts(foes)) if len(foes) <= _MOST_EXACT else _greedy_parts(foes, on, holders)
+    parts = list(_parts(foes)) if len(foes) <= _MOST_EXACT else _greedy_parts(foes, on, holding)
     sizes = list(map(size, parts))
     return free | max((part for part, found in zip(parts, sizes, strict=True) if found == max(sizes)), key=preference)
 

@@ -18,13 +18,11 @@ from math import ceil, inf
 from msgspec.structs import replace
 
 from elasticstate.core import links, types as t
-from elasticstate.core.commits import has_job_state, is_rejected, may_be_rejected
+from elasticstate.core.commits import Copies, copies_on, has_job_state, may_be_rejected, newest_whole, reachable
 from elasticstate.core.state import Draft, Host, Membership, Over, Running, Worker
 from elasticstate.core.types import Replication, ShardLayout
 
 _LAYOUTS_KEPT = 16
-Copies = dict[t.CommitId, dict[int, list[t.CopyOf]]]
-"""Copies by commit and digest."""
 
 
 def is_sharded(m: Draft | Membership) -> bool:
@@ -78,49 +76,8 @@ def find_line(m: Draft | Membership) -> tuple[t.CommitId, tuple[t.ShardSource, .
 
     Copies on hosts that the next world cannot reach count only if there is no line without them.
     """
-    hosts, beyond = _reachable(m), links.cut_off(m)
-    near = _copies(m, [host for host in hosts if host.name not in beyond]) if beyond else {}
-    return _newest_whole(m, near) or _newest_whole(m, _copies(m, hosts))
-
-
-def _reachable(m: Draft | Membership) -> list[Host]:
-    return [host for host in m.hosts.values() if host.agent == "joined"]
-
-
-def _newest_whole(m: Draft | Membership, copies: Copies) -> tuple[t.CommitId, tuple[t.ShardSource, ...]] | None:
-    """Return the newest commit with a copy for each digest of its layout."""
-    layouts = {layout.generation: layout for layout in m.shards.layouts}
-    for commit in sorted(copies, reverse=True):
-        needed = dict.fromkeys(digest for _, digest in layouts[commit.generation].digests)
-        found = copies[commit]
-        if len(found) == len(needed):
-            return commit, tuple(t.ShardSource(digest, copy) for digest in needed for copy in found[digest])
-    return None
-
-
-def _copies(m: Draft | Membership, hosts: list[Host]) -> Copies:
-    """Return the copies on these hosts: those in a slot's own buffer before the kept ones."""
-    digests = {
-        (layout.generation, slot_id): digest for layout in m.shards.layouts for slot_id, digest in layout.digests
-    }
-    found: Copies = {}
-    kept = ((host.name, slot_id, commit) for host in hosts for slot_id, commit in sorted(host.kept))
-    in_stores = (copy for copy in kept if not is_rejected(m, copy[2]))
-    for host, slot_id, commit in (*_in_buffers(m, hosts), *in_stores):
-        digest = digests.get((commit.generation, slot_id))
-        if digest is not None:
-            found.setdefault(commit, {}).setdefault(digest, []).append(t.CopyOf(host, slot_id, commit))
-    return found
-
-
-def _in_buffers(m: Draft | Membership, hosts: list[Host]) -> Iterator[tuple[str, t.SlotId, t.CommitId]]:
-    for host in hosts:
-        for index in range(host.slots_ever):
-            slot_id = t.SlotId(host.name, index)
-            slot = m.slots.get(slot_id)
-            for commit in (slot.retained, slot.previous) if slot is not None else ():
-                if commit is not None:
-                    yield host.name, slot_id, commit
+    copies, beyond = copies_on(m, reachable(m)), links.cut_off(m)
+    return (newest_whole(m, copies, beyond) if beyond else None) or newest_whole(m, copies)
 
 
 def awaited_copies(m: Draft | Membership) -> list[t.CopyOf]:
@@ -131,20 +88,20 @@ def awaited_copies(m: Draft | Membership) -> list[t.CopyOf]:
     """
     if not is_sharded(m):
         return []
-    reachable = _copies(m, _reachable(m))
-    line = _newest_whole(m, reachable)
+    found = copies_on(m, reachable(m))
+    line = newest_whole(m, found)
     if line is not None and any(has_job_state(m, worker) for worker in m.workers.values()):
         return []
-    best = _newest_whole(m, _possible_copies(m))
+    best = newest_whole(m, _possible_copies(m))
     if best is None or (line is not None and best[0] <= line[0]):
         return []
-    return [source.copy for source in best[1] if source.digest not in reachable.get(best[0], {})]
+    return [source.copy for source in best[1] if source.digest not in found.get(best[0], {})]
 
 
 def _possible_copies(m: Draft | Membership) -> Copies:
     """Return the copies on all hosts. A slot of an unreachable host, or of a worker that is not READY, may hold newer
     commits than the last report says: each of its generation that another slot holds."""
-    found = _copies(m, list(m.hosts.values()))
+    found = copies_on(m, list(m.hosts.values()))
     layouts = {layout.generation: layout for layout in m.shards.layouts}
     for commit, copies in found.items():
         for slot_id, digest in layouts[commit.generation].digests:
@@ -177,7 +134,7 @@ def needed_hosts(d: Draft) -> set[str]:
     if not is_sharded(d) or isinstance(d.phase, Over):
         return set()
     if not isinstance(d.phase, Running):
-        found = _copies(d, _reachable(d))
+        found = copies_on(d, reachable(d))
         return {copy.host for copies in found.values() for same in copies.values() for copy in same}
     return set() if d.phase.first_tick else _source_hosts(d)
 

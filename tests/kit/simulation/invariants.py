@@ -59,7 +59,7 @@ class Checker:
         self._joined: dict[t.WorkerId, int] = {}
         self._held: dict[t.WorkerId, t.CommitId | None] = {}
         self._previous: dict[t.WorkerId, t.CommitId | None] = {}
-        self._heirs: dict[t.SlotId, int] = {}  # the ages of replaced workers
+        self._heirs: dict[t.SlotId, tuple[t.WorkerId, int]] = {}  # replaced workers, and their ages
         self._behind: set[t.WorkerId] = set()  # workers that have ended ticks without training
         self._committed = False
         self._incarnations: dict[t.SlotId, int] = {}
@@ -376,7 +376,8 @@ class Checker:
                 if event == "divergence":
                     replaced = effect.get("replaced")
                     assert isinstance(replaced, list)
-                    self._heirs = {worker.slot_id: age for worker, age in self._ages.items() if str(worker) in replaced}
+                    odd = {worker: age for worker, age in self._ages.items() if str(worker) in replaced}
+                    self._heirs = {worker.slot_id: (worker, age) for worker, age in odd.items()}
                     self.reached["replaced worker"] += bool(self._heirs)
                 self.reached["retained commit given up"] += "is given up" in str(effect.get("text"))
                 if event == "training_resumed":
@@ -397,9 +398,8 @@ class Checker:
         assert policy.fewest(world.generation - 1) <= world.size, "I4"
         assert policy.max_np is None or world.size <= policy.max_np, "I4"
         assert world.size % policy.np_multiple == 0, "I4: whole groups"
-        self._ages.update(
-            (w, self._heirs[w.slot_id]) for w in members if w not in self._ages and w.slot_id in self._heirs
-        )
+        for slot_id, (replaced, age) in self._heirs.items():  # one that returns instead is a newcomer
+            self._ages.update((w, age) for w in members if w.slot_id == slot_id and w not in (replaced, *self._ages))
         self._heirs = {}
         self._discard_rejected(after)
         order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]
@@ -450,7 +450,7 @@ class Checker:
         assert len(members) == most, "I6: who is READY joins"
         self.reached["incomplete group"] += len(left_out) > len(apart) and len(members) != after.policy.max_np
         if apart and not draining:
-            self._is_the_largest(before, members, apart)
+            self._is_the_largest(before, after, members, apart)
 
     def _most_together(self, workers: list[t.WorkerId]) -> int:
         """Return how many of these workers can be in one world, as far as links are known to be cut."""
@@ -459,24 +459,47 @@ class Checker:
         whole = [part for part in parts if not any(part.issuperset(link) for link in self._cut)]
         return max(sum(worker.host in part for worker in workers) for part in whole)
 
-    def _is_the_largest(self, before: Membership, members: list[t.WorkerId], apart: list[t.WorkerId]) -> None:
+    def _is_the_largest(
+        self, before: Membership, after: Membership, members: list[t.WorkerId], apart: list[t.WorkerId]
+    ) -> None:
         """Check that no larger part of the READY workers could have been the world, whose hosts all have links, and
-        that has the job's state."""
+        that has the job's state. In a sharded job, that it can read a commit is more important."""
         ready = [*members, *apart]
         hosts = sorted({worker.host for worker in ready})
         held = {worker: self._held.get(worker) or t.CommitId(0, 0) for worker in ready}
         decides = {worker for worker in ready if self._had_the_state(before, worker)}
-        decides = decides or {worker for worker in ready if held[worker] == max(held.values())}
-        for chosen in range(1 << len(hosts)):
+        if not decides and not after.shards.layouts:
+            decides = {worker for worker in ready if held[worker] == max(held.values())}
+        best = (
+            self._can_read(after, {worker.host for worker in members}),
+            not decides or not decides.isdisjoint(members),
+        )
+        for chosen in range(1, 1 << len(hosts)):
             part = {host for place, host in enumerate(hosts) if chosen >> place & 1}
-            inside = [worker for worker in ready if worker.host in part]
-            if any(part.issuperset(link) for link in self._cut) or decides.isdisjoint(inside):
-                continue
-            size = before.policy.fitting(len(inside))
-            assert size <= len(members), f"I20: {size} workers of {part} can form a world"
-        assert not decides.isdisjoint(members), "I20: the part without the job's state"
+            if not any(part.issuperset(link) for link in self._cut):
+                inside = [worker for worker in ready if worker.host in part]
+                found = self._can_read(after, part), not decides or not decides.isdisjoint(inside)
+                size = before.policy.fitting(len(inside))
+                assert (*found, size) <= (*best, len(members)), f"I20: {size} workers of {part} are better: {found}"
         self.reached["a part"] += 1
         self.reached["a part of several"] += len(self._cut) > 1
+
+    def _can_read(self, m: Membership, part: set[str]) -> bool:
+        """Return True if a part of a sharded job reaches all shards of a commit."""
+        if not m.shards.layouts:
+            return True
+        behind = {host for link in self._cut if not part.isdisjoint(link) for host in link} - part
+        near = {host.name for host in m.hosts.values() if host.agent == "joined"} - behind
+        copies = {(slot_id, commit) for host in near for slot_id, commit in m.hosts[host].kept}
+        for slot_id, slot in m.slots.items():
+            if slot_id.host in near:
+                copies |= {(slot_id, commit) for commit in (slot.retained, slot.previous) if commit is not None}
+        for layout in m.shards.layouts:
+            for commit in {commit for _, commit in copies if commit.generation == layout.generation}:
+                found = {digest for slot_id, digest in layout.digests if (slot_id, commit) in copies}
+                if found == {digest for _, digest in layout.digests}:
+                    return True
+        return False
 
     def _had_the_state(self, before: Membership, worker: t.WorkerId) -> bool:
         """Return True if a READY worker was in the last world, and had the job's state there."""

@@ -212,7 +212,8 @@ class Network:
             assert is_promised
             driver.promised(name, ballot, vote.accepted)
         if driver.learned is None:
-            assert not self.accepted  # else the first file has something
+            chosen = [self.newest_chosen(leader.ballot) for leader in self.led]
+            assert not any(chosen), chosen  # the first file has all that was ever chosen
             return
         living = [sum(name in self.votes for name in quorum) > len(quorum) // 2 for quorum in driver.learned.quorums]
         assert driver.is_leader == all(living)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from elasticstate.core import types as t
@@ -87,29 +87,34 @@ class ShardedWorker(Worker):
             yield from super()._receive(group, world)
             return
         yield True
-        self._go_to(world.line, world.sources)
+        self._go_to(group, world.line, world.sources)
         yield True
-        yield from self._read_all(world, world.line)
+        yield from self._read_all(group, world.line)
         yield from self._collective("opened")  # nobody drops an older commit before all have verified the line
         if self.retained.commit is not None and self.rng.random() < 0.5:  # the older buffer grows while shards are read
             self.retained.previous = None
             yield True
-        yield from self._read_all(world, world.line)
+        yield from self._read_all(group, world.line)
 
-    def _read_all(self, world: t.World, line: t.CommitId) -> Iterator[bool]:
+    def _read(self, group: Group, sources: Iterable[t.ShardSource]) -> list[Held]:
+        """Read the copies of these sources on the hosts that this worker reaches."""
+        copies = [source.copy for source in sources if group.has_link(self.id.host, source.copy.host)]
+        return [held for copy in copies if (held := self.stores.read(copy)) is not None]
+
+    def _read_all(self, group: Group, line: t.CommitId) -> Iterator[bool]:
         """Read a copy of each digest."""
         by_digest: dict[int, list[t.ShardSource]] = {}
-        for source in world.sources:
+        for source in group.world.sources:
             by_digest.setdefault(source.digest, []).append(source)
         for digest, sources in by_digest.items():
-            found = [held for source in sources if (held := self.stores.read(source.copy)) is not None]
+            found = self._read(group, sources)
             if not found:
                 self.unread += 1
                 raise Failed
             assert all(held == (self.content, digest) for held in found), f"other shards of {line} than named: {found}"
             yield True
 
-    def _go_to(self, line: t.CommitId, sources: tuple[t.ShardSource, ...]) -> None:
+    def _go_to(self, group: Group, line: t.CommitId, sources: tuple[t.ShardSource, ...]) -> None:
         """Make the plain values of the line the live state."""
         retained = self.retained
         if retained.commit is not None and retained.previous is not None and retained.previous[0] == line:
@@ -117,7 +122,7 @@ class ShardedWorker(Worker):
         if retained.commit is not None and retained.commit[0] == line:
             self.content = retained.commit[1]
             return
-        found = [held for source in sources if (held := self.stores.read(source.copy)) is not None]
+        found = self._read(group, sources)
         if not found:
             self.unread += 1
             raise Failed

@@ -72,6 +72,10 @@ class Group:
             return None
         return min(commit for worker, commit in self.sealed.items() if worker not in self.out)
 
+    def has_link(self, host: str, peer: str) -> bool:
+        """Return True if two hosts reach each other now."""
+        return frozenset((host, peer)) not in self._cut_links
+
     def complete(self, key: object) -> bool:
         if self._cut_links and any(link <= self._hosts for link in self._cut_links):
             return False

@@ -404,3 +404,41 @@ def test_a_sharded_job_reads_no_copy_behind_a_cut_link_if_there_are_others(
     assert {place.worker.host for place in world.members} == {"a", "b"}
     assert world.line == t.CommitId(*line)
     assert {source.copy.host for source in world.sources} == hosts
+
+
+def test_a_larger_part_that_cannot_read_the_state_of_a_sharded_job_does_not_train() -> None:
+    """The newcomers have attached nothing yet, and no host but that of the old worker has its shards."""
+    script = """
+    0.0 hosts a:1
+    0.1 agent-joined a
+    1.0 ready a:0#1
+    1.1 attached a:0#1 in=1 digests=7
+    1.2 first a:0#1 in=1
+    2.0 heartbeat a:0#1 in=1 ticks=9 commit=1.9 previous=1.8
+    3.0 hosts a:1 b:2
+    3.1 agent-joined b
+    6.0 ready b:0#1 + ready b:1#1
+    6.1 answer a:0#1 in=1 ticks=20
+    6.2 ready a:0#1 in=1 commit=1.21 previous=1.20
+    9.0 heartbeat a:0#1 in=2 place=regroup still=2.6
+    13.0 probed a order=1 cut=b + probed b order=1
+    """
+    m, effects = drive(script, np=1, min_np=1, max_np=3, replicas=0)
+    assert "End" in kinds(effects)
+    world = published(
+        drive("13.1 ready a:0#1 in=2 commit=1.21 previous=1.20 + ready b:0#1 in=2 + ready b:1#1 in=2", m)[1]
+    )
+    assert [str(place.worker) for place in world.members] == ["a:0#1"]
+    assert world.line == t.CommitId(1, 21)
+
+
+def test_the_only_host_that_has_all_shards_trains_without_the_larger_part() -> None:
+    """Host c keeps copies of the shards of a and b, and neither keeps one of its shards."""
+    m, _ = attach(replicas=1)
+    m, _ = drive("2.0 kept c a:0 1.0 + kept c b:0 1.0 + kept b a:0 1.0", m)
+    m, _ = drive("6.0 heartbeat a:0#1 in=1 place=regroup commit=1.0 still=3", m)
+    m, _ = drive("10.0 probed a order=1 cut=c + probed b order=1 cut=c + probed c order=1 cut=a", m)
+    ready = (f"ready {host}:0#1 in=1 commit=1.0 shards=1" for host in "abc")
+    world = published(drive(f"10.1 {' + '.join(ready)}", m)[1])
+    assert {place.worker.host for place in world.members} == {"c"}
+    assert {source.copy.host for source in world.sources} == {"c"}
