@@ -86,7 +86,12 @@ def step(m: Membership, event: t.Event, now: float) -> Transition:
     compare(d)
     slots.mark_draining(d)
     slots.stop_overdue_boots(d)
+    phase = d.phase
     decide(d)
+    if (
+        d.phase is not phase
+    ):  # members of a generation that has ended answer no questions: workers that differ are replaced
+        compare(d)
     slots.start_and_stop(d)
     sharded.replicate(d)
     links.probe(d)

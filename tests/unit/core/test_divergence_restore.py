@@ -121,6 +121,17 @@ def test_the_end_comes_as_soon_as_the_value_is_found() -> None:
     assert isinstance(m.phase, Forming)
 
 
+def test_a_failure_ends_the_search_and_the_rank_that_differs_is_replaced_at_once() -> None:
+    m, effects = drive(f"2.0 {digests(1, 7, 7, 7)} + {digests(2, 8, 9, 8)}", running())
+    assert "StopWorker" not in kinds(effects), "members are asked for the value"
+    m, effects = drive("2.1 failure a:0#1 in=1", m)
+    assert isinstance(m.phase, Forming)
+    stop = only(effects, t.StopWorker)
+    assert isinstance(stop, t.StopWorker)
+    assert stop.worker == t.WorkerId("a", 1, 1)
+    assert drive("2.1 time", m)[1] == []
+
+
 def test_two_ranks_both_go_back_and_none_is_replaced() -> None:
     two = {"np": 2, "min_np": 2, "max_np": 2}
     hosts = "a:0#1 b:0#1"
