@@ -70,6 +70,7 @@ class JobCheck:
     _ages: dict[str, int] | None = None  # of members; None: not known
     _trains: bool = False  # this driver has formed the world, and not ended it
     _is_held: bool = False
+    _drains: bool = False  # a member, by the cause of the newest hold
     _ends: list[int | str] = field(default_factory=list)  # by this driver
     _has_resumed: bool = False  # training
     _heirs: dict[SlotId, int] = field(default_factory=dict)  # ages that the next workers of these slots get
@@ -243,7 +244,8 @@ class JobCheck:
         self._expect(host not in self._leaving, f"{worker} starts on a host that drains or was removed")
         rest_s = self._cooldowns.get(host, -inf) - e["time"]
         stay = sum(worker_id(member).host not in self._leaving for member in self._members or ())
-        if rest_s > _CLOCK_S and self._epoch == 1 and stay >= self._sizes[0]:
+        is_explained = self._is_held and self._drains
+        if rest_s > _CLOCK_S and self._epoch == 1 and stay >= self._sizes[0] and not is_explained:
             text = f"{worker} starts {rest_s:.2f} s before its host's cooldown ends, and {stay} members train"
             self._doubts.append(Violation(self._line, text))
 
@@ -280,8 +282,8 @@ class JobCheck:
 
     def on_hold(self, e: event_file.Hold) -> None:
         self._expect(not self._is_held and not self._ends, "a hold in a hold, or after the end")
-        self._is_held = True
-        if "drains" not in e["cause"]:  # it names all members that drain
+        self._is_held, self._drains = True, "drains" in e["cause"]  # it names all members that drain
+        if not self._drains:
             self.violations += self._doubts
         self._doubts = []
 

@@ -43,11 +43,12 @@ STORY = """
 
 
 @cache
-def recorded() -> str:
+def recorded(story: str = STORY, **changes: Any) -> str:
     """Return the event file of the story, as the core writes it."""
-    policy = policy_of(np=3, min_np=2, max_np=4, cooldown_range_s=(60.0, 60.0), join_window_s=0.0)
+    times = {"cooldown_range_s": (60.0, 60.0), "join_window_s": 0.0}
+    policy = policy_of(**{"np": 3, "min_np": 2, "max_np": 4, **times, **changes})
     m, written = new_membership(policy), Verified(policy)
-    for line in STORY.strip().splitlines():
+    for line in story.strip().splitlines():
         at, _, events = line.partition(" ")
         event = t.Several(tuple(parse_event(each.split()) for each in events.split(" + ")))
         m, effects, _ = step(m, event, float(at))
@@ -219,6 +220,33 @@ def test_the_record_is_kept_before_the_events_that_it_allows(
 ) -> None:
     lines = story()
     insert(20, "record_kept", generation=2, hosts=["a", "b", "c"], standbys=[])(lines)
+    assert verified(tmp_path / "events", lines, capsys)[0] == 0
+
+
+def test_a_member_that_drains_explains_a_start_in_a_cooldown_during_the_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it too few are left, so the cooldown gives way."""
+    drains = """
+0.0 hosts a:1 b:2 + agent-joined a + agent-joined b
+1.0 ready a:0#1 + ready b:0#1 + ready b:1#1
+2.0 first a:0#1 in=1 train=0.2 sync=0.1
+9.0 agent-lost a sent no heartbeat
+9.2 ready b:0#1 in=1 commit=1.7 ticks=9 + ready b:1#1 in=1 commit=1.7 ticks=9
+9.5 first b:0#1 in=2 train=0.2 sync=0.1
+10.0 draining b:1#1
+10.1 agent-joined a
+10.2 ready a:0#2
+10.3 answer b:0#1 in=2 ticks=9 to=1 + answer b:1#1 in=2 ticks=9 to=1
+10.4 ready b:0#1 in=2 commit=2.10 ticks=10 + ready b:1#1 in=2 commit=2.10 ticks=10
+11.0 first b:0#1 in=3 train=0.2 sync=0.1
+20.0 hosts a:1 b:1 c:1 + agent-joined c
+21.0 ready c:0#1
+"""
+    lines = [json.loads(line) for line in recorded(drains, preemption_window_s=0.0).splitlines()]
+    started = next(place for place, line in enumerate(lines) if line.get("worker") == "a:0#2")
+    holds = [place for place, line in enumerate(lines) if line["event"] == "hold"]
+    assert holds[0] < started < holds[1]
     assert verified(tmp_path / "events", lines, capsys)[0] == 0
 
 
