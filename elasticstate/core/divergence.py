@@ -260,8 +260,9 @@ def _judge(d: Draft, found: Digests) -> Digests:
             break
         awaited = [member for member in members if member.id not in absent and _is_awaited(member, tick)]
         if d.now >= found.pending_since + d.policy.regroup_timeout_s:
-            without = [member for member in awaited if not member.digests and member.ticks >= tick]
-            absent = absent.union(member.id for member in without)
+            without = [member for member in awaited if member.ticks >= tick]
+            if isinstance(d.phase, Running):  # else they should have left the world, and may have lost a commit
+                absent = absent.union(member.id for member in without if not member.digests)
             awaited = [member for member in awaited if member not in without]
         if awaited:
             break
@@ -332,6 +333,9 @@ def reject_unequal(d: Draft) -> None:
     if not newer or not others_left:
         return
     highest = d.ledger.highest
+    if last > newest_equal(d):  # known from the commits that are rejected now
+        found = found if found.generation == d.generation else Digests(d.generation)
+        d.update_ledger(digests=replace(found, equal=last, compared=max(found.compared, last)))
     _reject(d, last, last)
     if highest != d.ledger.highest and not found.text:
         d.warn(

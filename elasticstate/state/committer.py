@@ -158,7 +158,9 @@ class Committer:
         if self.session.view.follows is not None:
             return
         if not self._may_overwrite():
-            self._omitted = commit
+            before, self._omitted = self._omitted, commit
+            if before is not None and before.generation == commit.generation and before != commit:
+                self._digests_of(commit.generation).lack(before.tick)  # the verdict on a rank that has it comes at once
             if self._warned_generation != commit.generation:
                 self._warned_generation = commit.generation
                 logger.warning(

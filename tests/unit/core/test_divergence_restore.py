@@ -76,6 +76,16 @@ def test_members_that_make_no_commits_are_not_awaited_for_ever() -> None:
     assert verdicts(effects) == [(2, 2)]
 
 
+def test_a_digest_that_is_lost_is_not_awaited_for_ever() -> None:
+    sent = f"{digests(1, 7, 7, 7)} + {digests(2, 8, 8)} + heartbeat a:2#1 in=1 ticks=3"
+    m, effects = drive(f"2.0 {sent}", running())
+    assert verdicts(effects) == [(1, 1)]
+    m, effects = drive(f"{2.0 + m.policy.regroup_timeout_s} time", m)
+    assert verdicts(effects) == [(1, 2)]
+    _, effects = drive(f"{2.1 + m.policy.regroup_timeout_s} {digests(3, 9, 9, 9)}", m)
+    assert verdicts(effects) == [(3, 3)], "it makes commits, so they count"
+
+
 def test_a_member_that_has_not_ended_the_tick_is_awaited() -> None:
     m, _ = drive(f"2.0 {digests(1, 7, 7)} + heartbeat a:2#1 in=1 ticks=0", running())
     _, effects = drive("3000.0 time", m)
@@ -229,6 +239,19 @@ def test_rejected_commits_are_not_used_whoever_returns_with_them() -> None:
     while "World" not in kinds(effects):
         m, effects = drive(f"{min(m.deadlines.values())} time", m)
     assert published(effects).start == t.CommitId(1, 1)
+
+
+def test_the_commit_before_is_used_if_all_members_die_before_their_last_digests_arrive() -> None:
+    """A slot that holds it has no older one any more, which had proven it to be equal."""
+    policy = {"np": 2, "min_np": 2, "max_np": 2}
+    m, effects = drive(
+        "2.0 exit a:0#1 signal=9 held=1.5,1.4 + exit b:0#1 signal=9 held=1.4,1.3", running(TWO, **policy)
+    )
+    assert [worker.incarnation for worker in m.workers] == [2, 2]
+    m, effects = drive("3.0 ready a:0#2 commit=1.5 previous=1.4 + ready b:0#2 commit=1.4 previous=1.3", m)
+    while "World" not in kinds(effects):
+        m, effects = drive(f"{min(m.deadlines.values())} time", m)
+    assert published(effects).start == t.CommitId(1, 4)
 
 
 def test_a_job_that_differs_at_its_first_commit_again_and_again_ends() -> None:
