@@ -268,8 +268,8 @@ def _largest_part(
 ) -> set[str]:
     """Return the hosts of the most workers, up to ``--max-np``, whose hosts can all reach each other, with a holder.
 
-    ``copies``: of the shards of commits. The part must be able to read a commit of them, if any part can. Of equal
-    parts, that with the oldest worker with the newest commit; then that of the oldest workers.
+    ``copies``: of the shards of commits. The part must be able to read a commit of them, if a part can to which no host
+    can be added. Of equal parts, that with the oldest worker with the newest commit; then that of the oldest workers.
     """
     holding = {worker.id for worker in holders}
     on: dict[str, list[Worker]] = {}

@@ -75,6 +75,7 @@ class Checker:
         self._notices: dict[str, float] = {}  # hosts with a preemption notice: the end of their cooldown
         self._stands_still = False  # a member of the newest world is known to have left it
         self._probes: tuple[int, dict[str, tuple[str, ...]]] = (0, {})  # the last order, as far as it is not answered
+        self._probed_at = 0.0  # when it was given
         self._cut: set[tuple[str, str]] = set()  # links that are cut
         self._unanswered: set[tuple[str, str]] = set()  # links whose peers have not answered their orders
         self._health: dict[str, str] = {}  # hosts whose health check was ordered: "asked", "well" or "sick"
@@ -126,6 +127,9 @@ class Checker:
             assert not effects
             assert after is before
             return
+        if self._probes[1] and not before.ledger.links.asked:  # answers that are so late do not count
+            assert now > self._probed_at + 0.6 * before.policy.heartbeat_timeout_s, "an order is given up too early"
+            self._probes, self._unanswered = (self._probes[0], {}), set()
         agents: dict[str, str] = {}  # states of the agents that changed in this step
         for part in each(event):
             if isinstance(part, (t.AgentLost, t.AgentJoined)):
@@ -369,7 +373,7 @@ class Checker:
                 assert all(len(pair) == 2 for pair in pairs)
                 assert len({*pairs}) == len(pairs) or known, "each link is probed once"
                 assert all(after.hosts[host].agent == "joined" for pair in pairs for host in pair)
-                self._probes, self._unanswered = (number, dict(peers)), set()
+                self._probes, self._unanswered, self._probed_at = (number, dict(peers)), set(), now
                 self.reached["probes of a failure"] += isinstance(after.phase, Forming)
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
@@ -445,7 +449,12 @@ class Checker:
         hosts = {worker.host for worker in members}
         assert not any(hosts.issuperset(link) for link in self._cut), "I20: a world with a cut link"
         left_out = [w for w in after.workers.values() if w.ready is not None and not w.draining and not w.gone]
-        apart = [w.id for w in left_out if self._is_apart(w.id, hosts)]
+        reads = self._can_read(after, hosts)  # a host without a link to all shards does not join those that have one
+        apart = [
+            w.id
+            for w in left_out
+            if self._is_apart(w.id, hosts) or (reads and not self._can_read(after, {*hosts, w.id.host}))
+        ]
         most = after.policy.fitting(len(members) + self._most_together([w.id for w in left_out if w.id not in apart]))
         assert len(members) == most, "I6: who is READY joins"
         self.reached["incomplete group"] += len(left_out) > len(apart) and len(members) != after.policy.max_np
@@ -463,7 +472,7 @@ class Checker:
         self, before: Membership, after: Membership, members: list[t.WorkerId], apart: list[t.WorkerId]
     ) -> None:
         """Check that no larger part of the READY workers could have been the world, whose hosts all have links, and
-        that has the job's state. In a sharded job, that it can read a commit is more important."""
+        that has the job's state. In a sharded job, that a largest part can read a commit is more important."""
         ready = [*members, *apart]
         hosts = sorted({worker.host for worker in ready})
         held = {worker: self._held.get(worker) or t.CommitId(0, 0) for worker in ready}
@@ -476,13 +485,16 @@ class Checker:
         )
         for chosen in range(1, 1 << len(hosts)):
             part = {host for place, host in enumerate(hosts) if chosen >> place & 1}
-            if not any(part.issuperset(link) for link in self._cut):
+            if self._can_talk(part) and not any(self._can_talk({*part, host}) for host in hosts if host not in part):
                 inside = [worker for worker in ready if worker.host in part]
                 found = self._can_read(after, part), not decides or not decides.isdisjoint(inside)
                 size = before.policy.fitting(len(inside))
                 assert (*found, size) <= (*best, len(members)), f"I20: {size} workers of {part} are better: {found}"
         self.reached["a part"] += 1
         self.reached["a part of several"] += len(self._cut) > 1
+
+    def _can_talk(self, part: set[str]) -> bool:
+        return not any(part.issuperset(link) for link in self._cut)
 
     def _can_read(self, m: Membership, part: set[str]) -> bool:
         """Return True if a part of a sharded job reaches all shards of a commit."""

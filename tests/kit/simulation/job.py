@@ -366,7 +366,8 @@ class Job:
         """Remove all workers and commits of a host."""
         for worker in self.workers_on(host):
             self.vanish(worker)
-        self.retained = {slot_id: retained for slot_id, retained in self.retained.items() if slot_id.host != host}
+        for slot_id in [slot_id for slot_id in self.retained if slot_id.host == host]:
+            del self.retained[slot_id]
         self.judge.forget(host)
 
     def vanish(self, worker: Worker) -> None:

@@ -34,6 +34,8 @@ class RestoringWorker(Worker):
     job: RestoringJob | None = None
     verdict: tuple[int, int, int] = (0, 0, 0)  # on its control page
     discarded: t.CommitId | None = None
+    omitted: t.CommitId | None = None  # the last commit that was not made for want of a verdict
+    last: t.CommitDigests | None = None  # the last message about a commit
     skips: bool = False  # the next commit is discarded, as if a tensor was written meanwhile
 
     @property
@@ -90,6 +92,9 @@ class RestoringWorker(Worker):
                     job.reached["no commit without a driver"] += 1
                     if self.sentinel.end_tick is not None:
                         raise Failed
+                    before, self.omitted = self.omitted, commit
+                    if before is not None and before.generation == commit.generation and before != commit:
+                        self._send_digest(before, t.LACKED)
                     return
                 yield False
             if newest.tick > verdict[0]:
@@ -97,7 +102,8 @@ class RestoringWorker(Worker):
                 job.reached["discarded"] += 1
         self.retained.previous = None
         yield True
-        if self.skips and not is_alone and self.sentinel.end_tick is None:
+        is_last = self.content.batches == self.script.batches  # nothing writes a tensor after it
+        if self.skips and not is_alone and not is_last and self.sentinel.end_tick is None:
             self.skips, self.discarded = False, commit
             self._send_digest(commit, t.LACKED)
             return
@@ -107,18 +113,34 @@ class RestoringWorker(Worker):
             self._send_digest(commit, digest_of(self.content))
         yield True
 
+    def _gate(self, generation: int) -> Iterator[bool]:
+        """Make up the last commit, which the driver compares before it opens the gate."""
+        here = t.CommitId(generation, self.ticks)
+        while self.omitted == here:
+            if self.sentinel.ended >= generation:
+                raise Failed
+            if self._job.restart.is_down or self.id.host in self._job.partition:
+                yield False
+            else:
+                self.omitted = None
+                yield from self._commits(here)
+                self._job.reached["made up"] += 1
+        yield from super()._gate(generation)
+
     def _send_digest(self, commit: t.CommitId, digest: int) -> None:
-        message = t.CommitDigests(commit.generation, ((commit.tick - 1, commit.tick, digest),), True)
-        self.up.append(t.FromWorker(self.id, message))
+        self.last = t.CommitDigests(commit.generation, ((commit.tick - 1, commit.tick, digest),), True)
+        self.up.append(t.FromWorker(self.id, self.last))
 
     def _verdict(self, generation: int) -> tuple[int, int]:
         of, equal, compared = self.verdict
         return (equal, compared) if of == generation else (0, 0)
 
     def _seal(self, commit: t.CommitId) -> None:
+        group = self.groups[commit.generation]
+        before = group.sealed.get(self.id, t.CommitId(commit.generation, 0))
         super()._seal(commit)
-        if commit.tick and self.groups[commit.generation].world.size > 1:
-            self.groups[commit.generation].sealed[self.id] = t.CommitId(commit.generation, 0)  # until it is compared
+        if commit.tick and group.world.size > 1:
+            group.sealed[self.id] = before  # until it is compared
 
     def receive(self) -> None:
         if isinstance(message := self.down[0], t.CommitsCompared):
@@ -128,7 +150,7 @@ class RestoringWorker(Worker):
             super().receive()
 
     def report(self) -> tuple[int, list[t.FromWorker]]:
-        """Return what the agent keeps for a new driver, with the digests of the commits that are held."""
+        """Return what the agent keeps for a new driver: the digests of the commits that are held, and the last one."""
         generation, lasting = super().report()
         held = [commit for commit in (self.retained.previous, self.commit) if commit is not None]
         digests = [
@@ -136,11 +158,28 @@ class RestoringWorker(Worker):
             for commit, content in held
             if commit.generation == generation and commit.tick and self.groups[generation].world.size > 1
         ]
+        if self.last is not None and self.last.generation == generation and self.last not in digests:
+            digests.append(self.last)
         return generation, [*(t.FromWorker(self.id, each) for each in digests), *lasting]
 
 
 class RestoringJudge(Judge):
     """Judge of a job in which commits may be rejected."""
+
+    def restart(self) -> None:
+        """Count less as made: nobody tells a new driver the digests of the dead, without which only the commit before
+        the newest one in a slot is known to be equal."""
+        super().restart()
+        job, group = self.job, self.job.groups.get(self.job.m.generation)
+        if group is None:
+            return
+        members = [placement.worker for placement in group.world.members]
+        if all(worker in job.workers and job.workers[worker].exit is None for worker in members):
+            return
+        slots = [job.retained[worker.slot_id] for worker in members if worker.slot_id in job.retained]
+        before = [slot.previous[0] for slot in slots if slot.previous is not None]
+        proven = max((c for c in before if c.generation == group.world.generation), default=None)
+        group.sealed = dict.fromkeys(group.sealed, proven) if proven is not None else {}
 
     def draining_worker_holds_nothing_back(self, draining_worker: t.WorkerId) -> None:
         worker = self.job.workers.get(draining_worker)
@@ -157,10 +196,12 @@ class RestoringJob(Job):
         self.policy = replace(self.policy, divergence="restore")
         self.m = replace(self.m, policy=self.policy)
         self.script.uneven = False
+        self.script.batches -= self.script.batches % self.script.every  # nothing compares what follows the last commit
         self.judge = RestoringJudge(self)
         self.hosts = tuple(t.HostSlots(host, rng.randint(1, 2)) for host in HOSTS[: rng.randint(1, 3)])
         self.flips = rng.choice((0, 1, 1, 2, 3))
         self.contents: dict[tuple[t.WorkerId, t.CommitId], Content] = {}  # of all commits that were sealed
+        self.sealed: dict[t.CommitId, set[t.WorkerId]] = {}  # those whose digests of a commit have arrived
 
     def new_worker(self, worker: t.WorkerId, content: Content, retained: object) -> Worker:
         parts = (worker, self.script, self.groups, self.rng, content, retained)
@@ -174,7 +215,7 @@ class RestoringJob(Job):
         super().deliver(event)
 
     def _see_digest(self, event: t.Event) -> None:
-        """Count a commit as made when its digest has arrived, unless something is wrong with it.
+        """Count a commit as made when the digests of all have arrived, unless something is wrong with it.
 
         A digest that arrives after the world has ended, and the next one was formed without it, changes nothing: the
         core has said that the commit is not used.
@@ -185,7 +226,10 @@ class RestoringJob(Job):
             commit = t.CommitId(event.body.generation, tick)
             content = self.contents.get((event.worker, commit))
             if digest >= 0 and content is not None and is_clean(content) and not is_rejected(self.m, commit):
-                self.groups[commit.generation].sealed[event.worker] = commit
+                group, sealed = self.groups[commit.generation], self.sealed.setdefault(commit, set())
+                sealed.add(event.worker)
+                if len(sealed) == len(group.world.members):
+                    group.sealed = dict.fromkeys(sealed, commit)
 
     def _carry_out(self, effect: t.Effect) -> None:
         if isinstance(effect, t.CommitsCompared):

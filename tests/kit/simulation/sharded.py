@@ -139,7 +139,7 @@ class LineJudge(Judge):
         own = {placement.worker.slot_id for placement in world.members}
         job.reached["line from a slot that left"] += any(s.copy.slot not in own for s in world.sources)
         newest = self.readable()
-        if not moving and not job.exits and not job.lost and not job.partition.cuts:
+        if not moving and not job.exits and not job.lost and not job.partition.cuts and not job.m.ledger.links.cut:
             assert newest is not None or self._is_damaged(), "the core has named a line"
             assert newest is None or world.line >= newest, f"the line is {world.line}, but {newest} can be read"
             job.reached["newest line"] += 1
@@ -190,14 +190,12 @@ class ShardedJob(Job):
         return replace(policy, replicas=replicas)
 
     def new_worker(self, worker: t.WorkerId, content: Content, retained: Retained) -> Worker:
-        self.stores.retained = self.retained
         self.stores.resume(worker.slot_id)
         parts = (worker, self.script, self.groups, self.rng, content, retained)
         return ShardedWorker(*parts, stores=self.stores, shards=self.shards)
 
     def host_is_cleared(self, host: str) -> None:
         super().host_is_cleared(host)
-        self.stores.retained = self.retained
         self.stores.kept.pop(host, None)
         self._agent_is_gone(host)
 
@@ -235,7 +233,6 @@ class ShardedJob(Job):
         if not kind:
             super()._fault()
             return
-        self.stores.retained = self.retained
         kept = [t.CopyOf(host, *key) for host, copies in self.stores.kept.items() for key in copies]
         idle = [
             t.CopyOf(slot_id.host, slot_id, sealed[0])
@@ -321,14 +318,14 @@ class ShardedJob(Job):
             return False
         number = self.rng.randrange(len(self.orders))
         commit, slot_id, host = self.orders[number]
-        self.stores.retained = self.retained
         source = self.stores.read(t.CopyOf(slot_id.host, slot_id, commit))
         newest = self.retained[slot_id].commit if slot_id in self.retained else None
         if source is None and newest is not None and newest[0] < commit:
             self.reached["copy waited for"] += 1
             return False
         del self.orders[number]
-        if source is None or self.rng.random() < 0.02:
+        is_kept = (slot_id, commit) in self.stores.kept.get(slot_id.host, {})
+        if source is None or (self.rng.random() < 0.02 and not is_kept):
             self._report(slot_id.host, t.CopyDropped(slot_id.host, slot_id, commit))
             self.reached["copy dropped"] += 1
         elif self.agents.get(host) != "up":
