@@ -166,6 +166,11 @@ class RestoringWorker(Worker):
 class RestoringJudge(Judge):
     """Judge of a job in which commits may be rejected."""
 
+    job: RestoringJob
+
+    def __init__(self, job: RestoringJob) -> None:
+        super().__init__(job)
+
     def restart(self) -> None:
         """Count less as made: nobody tells a new driver the digests of the dead, without which only the commit before
         the newest one in a slot is known to be equal."""
@@ -179,6 +184,7 @@ class RestoringJudge(Judge):
         slots = [job.retained[worker.slot_id] for worker in members if worker.slot_id in job.retained]
         before = [slot.previous[0] for slot in slots if slot.previous is not None]
         proven = max((c for c in before if c.generation == group.world.generation), default=None)
+        job.sealed.clear()
         group.sealed = dict.fromkeys(group.sealed, proven) if proven is not None else {}
 
     def draining_worker_holds_nothing_back(self, draining_worker: t.WorkerId) -> None:

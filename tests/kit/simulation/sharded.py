@@ -269,6 +269,9 @@ class ShardedJob(Job):
                 self.orders = [order for order in self.orders if not self._is_served(order[1].host)]
             case t.ForgetCopies(before, besides, host):
                 self._forget(before, besides, host)
+            case t.Note("training_resumed") if self.reached["fault damage a buffer"]:
+                self.events.memory_is_damaged()
+                super()._carry_out(effect)
             case _:
                 super()._carry_out(effect)
 
