@@ -41,10 +41,11 @@ test: setup  ## lint and all tests; the last lines name what failed
 test-versions:  ## chosen tests on several versions of torch and Python: make test-versions PAIRS="2.11+3.10 2.15+3.12"; ALL=1: all unit tests
 	@$(PYTHON) tests/versions.py $(PAIRS) $(if $(ALL),--all)
 
+chaos: SEED := $(or $(SEED),$(shell date +%s))
 chaos: setup  ## 10,000 simulated schedules; the long versions of tests; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
-	$(BIN)/python -m pytest -q tests/simulation tests/unit/state/test_tick_record_programs.py tests/unit/state/test_snapshot_programs.py --schedules 10000
+	$(BIN)/python -m pytest -q tests/simulation tests/unit/state/test_tick_record_programs.py tests/unit/state/test_snapshot_programs.py --schedules 10000 --first-schedule $(SEED)
 	$(BIN)/python -m pytest -q -m long tests
-	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
+	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(SEED)
 
 bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampling next to the bare thing; the control plane at scale
 	$(BIN)/python tests/bench/bench_recovery.py

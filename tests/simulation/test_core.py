@@ -107,12 +107,12 @@ def explore(seed: int, length: int) -> None:
         )
 
 
-def test_invariants_hold_in_random_schedules_that_come_by_everything(number_of_schedules: int) -> None:
+def test_invariants_hold_in_random_schedules_that_come_by_everything(schedules: range) -> None:
     explore_all(
         explore,
-        number_of_schedules,
+        schedules,
         reached,
-        (*MUST_BE_REACHED, *(RARE if number_of_schedules >= MANY else ())),
+        (*MUST_BE_REACHED, *(RARE if len(schedules) >= MANY else ())),
         seed=st.integers(0, 2**64 - 1),
         length=st.integers(45, 130),
     )

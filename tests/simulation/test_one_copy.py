@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import strategies as st
 
 from tests.kit.simulation.one_copy import play
-from tests.kit.simulation.schedules import explore_all
+from tests.kit.simulation.schedules import explore_all, some_of
 
 MUST_BE_REACHED = (
     *("follower", "read from the keeper", "no keeper survived", "keeper beside a draining root"),
@@ -22,10 +22,10 @@ def explore(seed: int, actions: int) -> None:
     reached["schedules"] += 1
 
 
-def test_no_commit_of_all_keepers_is_lost(number_of_schedules: int) -> None:
+def test_no_commit_of_all_keepers_is_lost(schedules: range) -> None:
     explore_all(
         explore,
-        max(400, number_of_schedules // 4),
+        some_of(schedules, 4, least=400),
         reached,
         MUST_BE_REACHED,
         seed=st.integers(0, 2**64 - 1),

@@ -48,12 +48,12 @@ def explore(seed: int, actions: int) -> None:
     reached["schedules"] += 1
 
 
-def test_replicas_never_diverge_and_every_job_ends(number_of_schedules: int) -> None:
+def test_replicas_never_diverge_and_every_job_ends(schedules: range) -> None:
     explore_all(
         explore,
-        number_of_schedules,
+        schedules,
         reached,
-        (*MUST_BE_REACHED, *(RARE if number_of_schedules >= MANY else ())),
+        (*MUST_BE_REACHED, *(RARE if len(schedules) >= MANY else ())),
         seed=st.integers(0, 2**64 - 1),
         actions=st.integers(30, 220),
     )

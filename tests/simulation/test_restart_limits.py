@@ -114,7 +114,7 @@ def explore(seed: int) -> None:
     reached["schedules"] += 1
 
 
-def test_whenever_enough_slots_are_good_a_world_forms_whatever_has_failed_before(number_of_schedules: int) -> None:
+def test_whenever_enough_slots_are_good_a_world_forms_whatever_has_failed_before(schedules: range) -> None:
     wanted = ("was training", "world", "gave way", "slot die", "slot hang", "agent refuse", "agent hang")
-    explore_all(explore, number_of_schedules, reached, wanted, seed=st.integers(0, 2**64 - 1))
-    assert {name: reached[name] for name in wanted if reached[name] < number_of_schedules / 10} == {}
+    explore_all(explore, schedules, reached, wanted, seed=st.integers(0, 2**64 - 1))
+    assert {name: reached[name] for name in wanted if reached[name] < len(schedules) / 10} == {}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kit.simulation.mutants import mutated
 from tests.kit.simulation.restoring import play
-from tests.kit.simulation.schedules import explore_all
+from tests.kit.simulation.schedules import explore_all, some_of
 
 MUST_BE_REACHED = (
     *("flip", "note divergence", "went back", "rejected commit", "replaced worker", "discarded", "verdict on commits"),
@@ -31,10 +31,10 @@ def explore(seed: int, actions: int) -> None:
     reached["schedules"] += 1
 
 
-def test_no_job_trains_on_from_values_in_which_ranks_differed(number_of_schedules: int) -> None:
+def test_no_job_trains_on_from_values_in_which_ranks_differed(schedules: range) -> None:
     explore_all(
         explore,
-        max(100, number_of_schedules // 8),
+        some_of(schedules, 8, least=100),
         reached,
         MUST_BE_REACHED,
         seed=st.integers(0, 2**64 - 1),

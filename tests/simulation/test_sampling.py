@@ -142,5 +142,5 @@ def explore(seed: int) -> None:
     run_schedule(seed)
 
 
-def test_every_sample_counts_once_in_an_epoch_over_all_changes_of_the_world(number_of_schedules: int) -> None:
-    explore_all(explore, number_of_schedules, reached, MUST_BE_REACHED, seed=st.integers(0, 2**64 - 1))
+def test_every_sample_counts_once_in_an_epoch_over_all_changes_of_the_world(schedules: range) -> None:
+    explore_all(explore, schedules, reached, MUST_BE_REACHED, seed=st.integers(0, 2**64 - 1))

@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from tests.kit.simulation.schedules import explore_all
+from tests.kit.simulation.schedules import explore_all, some_of
 from tests.kit.simulation.sharded import play
 
 MUST_BE_REACHED = (
@@ -25,10 +25,10 @@ def explore(seed: int, actions: int) -> None:
     reached["schedules"] += 1
 
 
-def test_each_world_of_a_sharded_job_starts_from_a_line_that_can_be_read(number_of_schedules: int) -> None:
+def test_each_world_of_a_sharded_job_starts_from_a_line_that_can_be_read(schedules: range) -> None:
     explore_all(
         explore,
-        max(300, number_of_schedules // 4),
+        some_of(schedules, 4, least=300),
         reached,
         MUST_BE_REACHED,
         seed=st.integers(0, 2**64 - 1),

@@ -22,20 +22,25 @@ HOSTS = ("a", "b", "c", "d")
 
 
 def explore_all(
-    play: Callable[..., None], schedules: int, reached: Counter[str], wanted: Iterable[str], **drawn: Any
+    play: Callable[..., None], schedules: range, reached: Counter[str], wanted: Iterable[str], **drawn: Any
 ) -> None:
     """Run so many schedules, and more until all ``wanted`` situations are reached, as some of them are rare.
 
     ``play`` runs one schedule with arguments that hypothesis draws from ``drawn``. It counts in ``reached``.
     """
     for part in range(60):
-        count = schedules if part == 0 else schedules // 4
-        seed(part)(settings(max_examples=count, phases=[Phase.generate])(given(**drawn)(play)))()
+        count = len(schedules) if part == 0 else len(schedules) // 4
+        seed(schedules.start + part)(settings(max_examples=count, phases=[Phase.generate])(given(**drawn)(play)))()
         if all(reached[what] for what in wanted):
             break
-    assert reached["schedules"] >= schedules
+    assert reached["schedules"] >= len(schedules)
     missing = [what for what in wanted if not reached[what]]
     assert not missing, f"no schedule has come by: {missing}"
+
+
+def some_of(schedules: range, part: int, least: int = 0) -> range:
+    """Return one in ``part`` of these schedules, and ``least`` at least."""
+    return range(schedules.start, schedules.start + max(least, len(schedules) // part))
 
 
 def random_policy(rng: random.Random) -> Policy:

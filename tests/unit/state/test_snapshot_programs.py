@@ -31,6 +31,7 @@ from elasticstate.net.link import Given
 from elasticstate.net.messages import BufferGrown, GrowBuffer
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.worker.storage import AgentStorage
+from tests.kit.simulation.schedules import some_of
 from tests.kit.state import read_commit
 
 OPERATIONS = 25
@@ -221,12 +222,12 @@ class Slot:
 
 
 def test_the_newest_sealed_commit_is_restored_after_any_program(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, number_of_schedules: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, schedules: range
 ) -> None:
-    programs = number_of_schedules // 8
+    programs = some_of(schedules, 8)
     crashes = resumed = 0
     with caplog.at_level(logging.WARNING, "elasticstate"):
-        for seed in range(programs):
+        for seed in programs:
             slot = Slot(tmp_path, seed)
             try:
                 slot.run()
@@ -236,5 +237,5 @@ def test_the_newest_sealed_commit_is_restored_after_any_program(
                 slot.close()
             crashes, resumed = crashes + slot.crashes, resumed + slot.resumed
     assert not caplog.text, "no commit is found damaged"
-    assert crashes > programs, "crashes did happen"
-    assert resumed > programs, "new workers found a commit"
+    assert crashes > len(programs), "crashes did happen"
+    assert resumed > len(programs), "new workers found a commit"

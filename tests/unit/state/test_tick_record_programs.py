@@ -24,6 +24,7 @@ from elasticstate import TorchState
 from elasticstate.core.ids import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.values import flatten
+from tests.kit.simulation.schedules import some_of
 from tests.kit.state import Member, World
 
 DEVIOUS = 0.35  # share of the programs whose writes between tick and failure are of all kinds
@@ -356,15 +357,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-def test_a_record_is_the_state_of_the_last_tick_or_is_refused(number_of_schedules: int) -> None:
-    programs = number_of_schedules // 4
+def test_a_record_is_the_state_of_the_last_tick_or_is_refused(schedules: range) -> None:
+    programs = some_of(schedules, 4)
     outcomes: Counter[str] = Counter()
-    for seed in range(programs):
+    for seed in programs:
         program = Program(seed)
         try:
             outcomes[program.run()] += 1
         except Exception as error:
             raise AssertionError(f"program {seed}: {error}") from error
     print(outcomes)
-    assert outcomes["recorded"] > programs / 3
-    assert outcomes["refused"] > programs / 20
+    assert outcomes["recorded"] > len(programs) / 3
+    assert outcomes["refused"] > len(programs) / 20
