@@ -81,11 +81,14 @@ def compare(d: Draft) -> None:
     found = d.ledger.digests
     if found.generation != d.generation:
         return
-    if d.policy.divergence == "restore":
+    restores = d.policy.divergence == "restore"
+    if restores:
         found = _judge(d, found)
     if found.differs is not None and not found.text:
         _compare_members(d, found, found.differs)
-    if d.policy.divergence == "restore":
+        if restores and d.ledger.digests.differs is None:
+            _judge(d, d.ledger.digests)
+    if restores:
         _end_generation(d, d.ledger.digests)
 
 

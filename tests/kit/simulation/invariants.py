@@ -59,7 +59,8 @@ class Checker:
         self._joined: dict[t.WorkerId, int] = {}
         self._held: dict[t.WorkerId, t.CommitId | None] = {}
         self._previous: dict[t.WorkerId, t.CommitId | None] = {}
-        self._heirs: dict[t.SlotId, tuple[t.WorkerId, int]] = {}  # replaced workers, and their ages
+        self._heirs: dict[t.SlotId, int] = {}  # the ages of replaced workers
+        self._lost: set[t.WorkerId] = set()  # workers that were lost since the last world: who returns is a newcomer
         self._behind: set[t.WorkerId] = set()  # workers that have ended ticks without training
         self._committed = False
         self._incarnations: dict[t.SlotId, int] = {}
@@ -85,7 +86,7 @@ class Checker:
         self._incarnations = {slot_id: slot.incarnation for slot_id, slot in transition.next.slots.items()}
         self._living = {worker.slot_id: worker for worker in transition.next.workers}
         self._joined = {worker: known.joined for worker, known in transition.next.workers.items()}
-        self._held, self._heirs = {}, {}
+        self._held, self._heirs, self._lost = {}, {}, set()
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
         self._probes, self._cut, self._unanswered, self._health = (0, {}), set(), set(), {}
         self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
@@ -255,7 +256,8 @@ class Checker:
                 self._health.pop(host, None)
             for worker in [worker for worker in self._living.values() if worker.host == host]:
                 del self._living[worker.slot_id]
-                self._ages.pop(worker, None)  # a worker that returns is a newcomer
+                self._ages.pop(worker, None)
+                self._lost.add(worker)
                 if self._joined.get(worker, 0) != self.generation or not self.world:
                     continue
                 if event.may_live and known != "stopping":
@@ -380,8 +382,7 @@ class Checker:
                 if event == "divergence":
                     replaced = effect.get("replaced")
                     assert isinstance(replaced, list)
-                    odd = {worker: age for worker, age in self._ages.items() if str(worker) in replaced}
-                    self._heirs = {worker.slot_id: (worker, age) for worker, age in odd.items()}
+                    self._heirs = {worker.slot_id: age for worker, age in self._ages.items() if str(worker) in replaced}
                     self.reached["replaced worker"] += bool(self._heirs)
                 self.reached["retained commit given up"] += "is given up" in str(effect.get("text"))
                 if event == "training_resumed":
@@ -402,9 +403,9 @@ class Checker:
         assert policy.fewest(world.generation - 1) <= world.size, "I4"
         assert policy.max_np is None or world.size <= policy.max_np, "I4"
         assert world.size % policy.np_multiple == 0, "I4: whole groups"
-        for slot_id, (replaced, age) in self._heirs.items():  # one that returns instead is a newcomer
-            self._ages.update((w, age) for w in members if w.slot_id == slot_id and w not in (replaced, *self._ages))
-        self._heirs = {}
+        heirs = [w for w in members if w.slot_id in self._heirs and w not in self._ages and w not in self._lost]
+        self._ages.update((worker, self._heirs[worker.slot_id]) for worker in heirs)
+        self._heirs, self._lost = {}, set()
         self._discard_rejected(after)
         order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]
         survivors = {worker: self._ages[worker] for worker in members if worker in self._ages}
