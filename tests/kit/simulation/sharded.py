@@ -111,9 +111,10 @@ class LineJudge(Judge):
         return newest
 
     def _layouts(self) -> list[ShardLayout]:
-        """Return the layouts that the core knows, or that an agent which it reaches has reported."""
+        """Return the layouts that the core knows, or that an agent which it reaches has reported of the last world."""
         known = {layout.generation for layout in self.job.m.shards.layouts}
-        known |= {report.generation for host, (_, report) in self.job.stores.attached.items() if self._up(host)}
+        reported = {report.generation for host, (_, report) in self.job.stores.attached.items() if self._up(host)}
+        known |= {generation for generation in reported if generation >= self.job.m.generation - 1}
         return [layout for generation, layout in self.job.stores.layouts.items() if generation in known]
 
     def _up(self, host: str) -> bool:
