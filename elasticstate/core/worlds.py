@@ -75,11 +75,11 @@ def choose_keepers(
     if not d.policy.one_copy_per_host:
         return ()
     lack = set(lacking)
-    best: dict[str, tuple[bool, bool, int, int, int, int]] = {}
+    best: dict[str, tuple[bool, bool, int, int, bool, int, int]] = {}
     for rank, (placement, commit) in enumerate(zip(placements, commits, strict=True)):
         worker = placement.worker
         drains = bool(d.workers[worker].draining)
-        key = (drains, rank in lack, -commit.generation, -commit.tick, worker.slot, rank)
+        key = (drains, rank in lack, -commit.generation, -commit.tick, rank != root, worker.slot, rank)
         best[worker.host] = min(key, best.get(worker.host, key))
     return tuple(sorted({root, *(key[-1] for key in best.values())}))
 

@@ -42,6 +42,7 @@ def world(members: Sequence[Member], root: int, one_copy: bool = True) -> t.Worl
         ([("a", 0, NEW, False), ("b", 1, NEW, False), ("b", 0, OLD, False)], 0, (0, 1)),
         ([("a", 0, NEW, True), ("a", 2, NONE, False), ("a", 1, NONE, False)], 0, (0, 2)),
         ([("a", 0, NEW, True), ("b", 0, NONE, False)], 0, (0, 1)),
+        ([("a", 1, NEW, False), ("a", 0, NEW, False)], 0, (0,)),
     ],
     ids=[
         "lowest slots of a first world",
@@ -50,6 +51,7 @@ def world(members: Sequence[Member], root: int, one_copy: bool = True) -> t.Worl
         "one with the state",
         "a root that drains, and one beside it",
         "a root that drains alone on its host",
+        "the root, though another one has the state, too",
     ],
 )
 def test_the_root_and_one_member_of_each_host_keep_commits(
