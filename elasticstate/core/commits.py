@@ -185,8 +185,11 @@ def newest_whole(
     layouts = {layout.generation: layout for layout in m.shards.layouts}
     for commit in sorted(copies, reverse=True):
         needed = dict.fromkeys(digest for _, digest in layouts[commit.generation].digests)
-        found = {digest: [copy for copy in its if copy.host not in beyond] for digest, its in copies[commit].items()}
-        if all(found.get(digest) for digest in needed):
+        found = copies[commit]
+        if beyond:
+            near = {digest: [copy for copy in its if copy.host not in beyond] for digest, its in found.items()}
+            found = {digest: its for digest, its in near.items() if its}
+        if len(found) == len(needed):
             return commit, tuple(t.ShardSource(digest, copy) for digest in needed for copy in found[digest])
     return None
 

@@ -77,7 +77,7 @@ def find_line(m: Draft | Membership) -> tuple[t.CommitId, tuple[t.ShardSource, .
     Copies on hosts that the next world cannot reach count only if there is no line without them.
     """
     copies, beyond = copies_on(m, reachable(m)), links.cut_off(m)
-    return (newest_whole(m, copies, beyond) if beyond else None) or newest_whole(m, copies)
+    return newest_whole(m, copies, beyond) or (newest_whole(m, copies) if beyond else None)
 
 
 def awaited_copies(m: Draft | Membership) -> list[t.CopyOf]:
