@@ -785,8 +785,9 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None, own
             signal=cause.signal,
             error=cause.error,
         )
-    d.effects.append(t.EndJob(succeeded, cause, own_error))
     d.phase = Over(succeeded, d.now)
+    health.end_standstill(d)
+    d.effects.append(t.EndJob(succeeded, cause, own_error))
     d.reason = cause.reason if cause is not None else "all workers have finished"
 
 

@@ -170,3 +170,12 @@ def test_a_hang_before_the_tick_of_a_planned_end_is_found_too() -> None:
     assert waiting_for(m, 71.0)[0] == "no tick for 65 s"
     m, _ = after("97.0 ready a:0#1 in=1 ticks=6 paused=0.5 commit=1.6", m)
     assert times(m, 97.0).get("no_ticks", 0.0) == 0.0
+
+
+def test_the_end_of_the_job_comes_after_that_of_the_standstill() -> None:
+    held = STILL + "66.1 where a:0#1 in=1 line=x + where a:1#1 in=1 line=x\n67.0 draining a:1#1\n68.0 time\n"
+    held += "68.1 answer a:0#1 in=1 ticks=5 + answer a:1#1 in=1 ticks=5\n"
+    m, effects = after(held, preemption_window_s=0.5, drain_timeout_s=600.0)
+    assert "End" in kinds(effects)
+    _, effects = after("69.0 exit a:0#1 code=1 + exit a:1#1 code=1", m)
+    assert kinds(effects)[-2:] == ["no_tick_ended", "EndJob"]
