@@ -307,7 +307,8 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     d.note(event_file.AgentJoined, host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
         slots.record_incarnation(d, worker)
-    if host.may_live_until > -inf and not event.workers:
+    had_members = d.world is not None and any(place.worker.host == host.name for place in d.world.members)
+    if had_members and host.may_live_until > -inf and not event.workers:
         d.update_ledger(is_broken=True)
     for worker, generation in event.workers:
         slots.take_back(d, worker, generation)
@@ -333,7 +334,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         )
         if (d.breaks(worker) or d.in_round(worker)) and not worker.gone:
             d.broken.append(Failure(cause, "drain" if notice and d.in_round(worker) else "lost"))
-        if d.breaks(worker) and may_live:
+        others = [each for each in d.ready_workers() if each.id.host != host.name]
+        if may_live and (d.breaks(worker) or (worker.ready is not None and commits.only_holder([worker], others))):
             host = d.put_host(host, may_live_until=d.now + slots.lease_s(d.policy))
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)

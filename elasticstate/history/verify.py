@@ -354,7 +354,7 @@ class JobCheck:
         ages.update(
             (worker, self._heirs[worker_id(worker).slot_id])
             for worker in joined
-            if worker_id(worker).slot_id in self._heirs
+            if worker_id(worker).slot_id in self._heirs and worker not in self._lost_at  # who returns is a newcomer
         )
         self._heirs.clear()
         self._ranks.update((member, rank) for rank, member in enumerate(placed(ages, joined)))

@@ -87,6 +87,34 @@ def test_a_draining_worker_that_may_hold_the_newest_commit_is_not_stopped_while_
     assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
 
 
+def test_the_only_holder_of_the_newest_commit_is_awaited_though_its_host_is_lost_a_second_time() -> None:
+    """Back for a moment, its worker was no member any more."""
+    script = """
+    0.0 hosts a:1 b:1
+    0.1 agent-joined a
+    1.0 ready a:0#1
+    1.1 first a:0#1 in=1
+    1.2 heartbeat a:0#1 in=1 ticks=6 commit=1.6 previous=1.5
+    2.0 agent-joined b
+    3.0 ready b:0#1
+    3.1 answer a:0#1 in=1 ticks=9
+    3.2 ready a:0#1 in=1 commit=1.10 previous=1.9
+    4.0 agent-unreachable a silent
+    4.1 agent-joined a 0=1.10,1.9 a:0#1=1
+    4.2 ready a:0#1 in=1 commit=1.10 previous=1.9
+    4.3 agent-unreachable a silent
+    4.4 ready b:0#1 in=2
+    """
+    m, _ = drive(script, np=1, min_np=1, max_np=2, regroup_timeout_s=10.0, driver_timeout_s=300.0)
+    assert (m.generation, m.phase_name) == (2, "WAITING")
+    m, effects = drive("60.0 time", m)
+    assert "EndJob" not in kinds(effects)
+    m, effects = drive("90.0 agent-joined a 0=1.10,1.9 a:0#1=1\n91.0 ready a:0#1 in=1 commit=1.10 previous=1.9", m)
+    world = published(effects)
+    assert [str(place.worker) for place in world.members] == ["b:0#1", "a:0#1"]
+    assert (world.root, world.lacking) == (1, (0,))
+
+
 def test_with_a_living_member_the_core_does_not_wait_for_retained_commits() -> None:
     script = HELD + "2.0 exit a:0#1 signal=9 + exit a:1#1 signal=9\n"
     m, _ = drive(script, min_np=1)
