@@ -246,7 +246,7 @@ def test_an_interface_that_reaches_no_other_host_is_named_with_both_hosts(networ
     forget_names(network)
     driver = network["d"].address
     with dial_in(network, tmp_path, ("a", driver), ("b", driver), before=["env", "GLOO_SOCKET_IFNAME=lo"]) as job:
-        cause = root_cause(job)
+        cause = root_cause(job, 3)
     assert re.search(
         rf"Gloo of [ab]:0#\d+ at {NET} cannot connect to [ab]:0#\d+ \(rank [01]\) at 127.0.0.1, "
         r"port \d+: Connection refused. A loopback address reaches no other host. .* set GLOO_SOCKET_IFNAME on",
