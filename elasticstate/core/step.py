@@ -334,8 +334,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         )
         if (d.breaks(worker) or d.in_round(worker)) and not worker.gone:
             d.broken.append(Failure(cause, "drain" if notice and d.in_round(worker) else "lost"))
-        others = [each for each in d.ready_workers() if each.id.host != host.name]
-        if may_live and (d.breaks(worker) or (worker.ready is not None and commits.only_holder([worker], others))):
+        if may_live and (d.breaks(worker) or _holds_alone(d, worker)):
             host = d.put_host(host, may_live_until=d.now + slots.lease_s(d.policy))
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
@@ -431,6 +430,14 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
     if d.ledger.outage is not None:
         d.update_ledger(outage=phases.earlier(d.ledger.outage, cause))
     d.broken.append(Failure(cause, "own", own_error))
+
+
+def _holds_alone(d: Draft, worker: Worker) -> bool:
+    """Return True if a READY worker has a newer commit than the READY workers of all other hosts."""
+    if worker.ready is None or worker.ready.commit is None:
+        return False
+    others = (other for other in d.ready_workers() if other.id.host != worker.id.host)
+    return commits.only_holder([worker], others) is not None
 
 
 def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int | None, expected: bool) -> None:

