@@ -86,7 +86,7 @@ def compare(d: Draft) -> None:
         found = _judge(d, found)
     if found.differs is not None and not found.text:
         _compare_members(d, found, found.differs)
-        if restores and d.ledger.digests.differs is None:
+        if restores and d.ledger.digests.differs is None:  # those that differed are gone
             _judge(d, d.ledger.digests)
     if restores:
         _end_generation(d, d.ledger.digests)

@@ -312,7 +312,8 @@ def may_train_on(d: Draft) -> bool:
 
 
 def unreachable_hosts(d: Draft) -> list[str]:
-    """Return the hosts on which members of the newest world may live on, until the last of them has given up."""
+    """Return the hosts on which members of the newest world, or the only holder of the newest commit, may live on,
+    until the last of them has given up."""
     hosts = [host.name for host in d.hosts.values() if host.may_live_until > -inf]
     return hosts if d.now < unreachable_until(d) else []
 

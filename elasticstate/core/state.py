@@ -249,7 +249,7 @@ class Host(Struct, frozen=True, gc=False):
     cooldown_reason: str = ""
     notices: int = 0  # preemption notices since discovery last added the host
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
-    may_live_until: float = -inf  # unreachable host: workers of the newest world may train there until this time
+    may_live_until: float = -inf  # of an unreachable host: its members, or the only holder of a commit, may live
     health: Literal["unknown", "checking", "well", "sick"] = "unknown"  # of ``--health-check``; without it: unknown
     checked_at: float = -inf  # when the last check was ordered
     report: str = ""  # the last report about the host; "": none yet

@@ -88,9 +88,7 @@ def step(m: Membership, event: t.Event, now: float) -> Transition:
     slots.stop_overdue_boots(d)
     phase = d.phase
     decide(d)
-    if (
-        d.phase is not phase
-    ):  # members of a generation that has ended answer no questions: workers that differ are replaced
+    if d.phase is not phase:  # in a generation that has ended, nobody answers for the workers that differ
         compare(d)
     slots.start_and_stop(d)
     sharded.replicate(d)
