@@ -431,11 +431,10 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
 
 
 def _holds_alone(d: Draft, worker: Worker) -> bool:
-    """Return True if a READY worker has a newer commit than the READY workers of all other hosts."""
-    if worker.ready is None or worker.ready.commit is None:
-        return False
+    """Return True if the slot of a worker holds a newer commit than the READY workers of all other hosts."""
+    retained = d.slots[worker.id.slot_id].retained
     others = (other for other in d.ready_workers() if other.id.host != worker.id.host)
-    return commits.only_holder([worker], others) is not None
+    return retained is not None and retained > commits.newest(others)
 
 
 def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int | None, expected: bool) -> None:
