@@ -31,27 +31,45 @@ def is_sharded(m: Draft | Membership) -> bool:
 
 
 def shards_attached(d: Draft, reporter: t.WorkerId, report: t.Attached) -> None:
-    """Record the layout of the newest world. The first report makes it, from a member that may have died since then."""
-    world = d.world
-    if (
-        world is None
-        or report.generation != d.generation
-        or len(report.digests) != world.size
-        or not all(report.digests)
-    ):
+    """Record the layout of a world. The first report makes it, from a member that may have died since then.
+
+    It may come late, with an agent that was unreachable while the next worlds were formed.
+    """
+    world = d.world if report.generation == d.generation else None
+    members = dict(d.shards.ended).get(report.generation, ()) if world is None else _members(world)
+    if reporter not in members or len(report.digests) != len(members) or not all(report.digests):
         return
-    has_layout = bool(d.shards.layouts) and d.shards.layouts[-1].generation == report.generation
-    if has_layout or not any(placement.worker == reporter for placement in world.members):
+    if any(layout.generation == report.generation for layout in d.shards.layouts):
         return
-    for member in (placement.worker for placement in world.members):
+    if world is not None:
+        _record_starts(d, world)
+    slots = (member.slot_id for member in members)
+    layout = ShardLayout(report.generation, tuple(zip(slots, report.digests, strict=True)))
+    in_order = sorted((*d.shards.layouts, layout), key=lambda each: each.generation)
+    d.update_shards(layouts=_that_count(d, tuple(in_order)))
+    if world is not None:
+        d.update_shards(line=t.CommitId(report.generation, 0), line_at=d.now)
+
+
+def world_is_over(d: Draft) -> None:
+    """Keep the members of the newest world of a sharded job, which another one replaces, if no report that all have
+    attached has come: one may still come."""
+    layouts, ended = d.shards.layouts, d.shards.ended
+    if d.world is not None and layouts and layouts[-1].generation != d.generation:
+        d.update_shards(ended=(*ended, (d.generation, _members(d.world)))[-_LAYOUTS_KEPT:])
+
+
+def _members(world: t.World) -> tuple[t.WorkerId, ...]:
+    return tuple(placement.worker for placement in world.members)
+
+
+def _record_starts(d: Draft, world: t.World) -> None:
+    """Record the first commit of each member whose agent may not have told of it."""
+    for member in _members(world):
         worker, host = d.workers.get(member), d.hosts.get(member.host)
         is_away = host is not None and host.agent != "joined"  # its memory may return with the next agent
         if is_away or (worker is not None and d.breaks(worker)):  # else its agent has reported the commits since then
             _record_start(d, world, member.slot_id)
-    members = zip(world.members, report.digests, strict=True)
-    layout = ShardLayout(report.generation, tuple((placement.worker.slot_id, digest) for placement, digest in members))
-    layouts = _that_count(d, (*d.shards.layouts, layout))
-    d.update_shards(layouts=layouts, line=t.CommitId(report.generation, 0), line_at=d.now)
 
 
 def _record_start(d: Draft, world: t.World, slot_id: t.SlotId) -> None:

@@ -112,6 +112,7 @@ class Shards(Struct, frozen=True, gc=False):
     """State of a sharded job. Without a layout the job is not sharded."""
 
     layouts: tuple[ShardLayout, ...] = ()  # of the generations whose commits may be the line, the newest last
+    ended: tuple[tuple[int, tuple[WorkerId, ...]], ...] = ()  # worlds without a layout: the generation, and the members
     line: CommitId | None = None  # newest commit that all members of the newest world are known to have sealed
     line_at: float = -inf  # when that became known
     replicated: CommitId | None = None  # newest commit whose replication is complete

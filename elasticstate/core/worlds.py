@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from elasticstate.core import links, types as t
 from elasticstate.core.commits import NOTHING, held, newest, only_holder
+from elasticstate.core.sharded import world_is_over
 from elasticstate.core.state import NEWCOMER, Draft, Ticking, Worker
 
 # ----------------------------------------------------------------------------------------------------------- assignment
@@ -305,6 +306,7 @@ def enter(d: Draft, world: t.World) -> None:
         age += newcomer
     ticking = Ticking(at=d.now, times=d.ledger.ticking.times)
     d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False, ticking=ticking)
+    world_is_over(d)
     if d.shards.layouts:
         d.update_shards(line=world.line, line_at=d.now if world.line != d.shards.line else d.shards.line_at)
     for host in list(d.hosts.values()):

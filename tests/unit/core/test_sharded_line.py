@@ -8,7 +8,7 @@ from elasticstate.core import types as t
 from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.sharded import find_line
 from elasticstate.core.state import Membership
-from tests.kit.core import DISTINCT, FOUR, HSDP, TWO_HOSTS, drive, ended, kinds, published
+from tests.kit.core import ATTACHED, DISTINCT, FOUR, HSDP, TWO_HOSTS, drive, ended, kinds, published
 
 
 def line_of(m: Membership) -> t.CommitId | None:
@@ -43,6 +43,22 @@ def test_the_report_of_one_agent_is_enough_and_the_others_may_have_died_before_t
     assert "host b has shards of b:0 of commit (1, 0)" in waiting_for(m, 2.2)
     _, effects = drive("3.0 agent-joined b 0=1.0 1=1.0", m)
     assert published(effects).line == t.CommitId(1, 0)
+
+
+def test_the_only_report_of_an_ended_world_counts_when_it_comes_with_its_host() -> None:
+    """Meanwhile the older line has lost a shard for good."""
+    began = ATTACHED.format(7) + "1.2 first a:0#1 in=1\n2.0 exit b:0#1 signal=9 held=1.0"
+    m, _ = drive(began, np=3, min_np=1, max_np=3, replicas=0)
+    m, effects = drive("2.1 ready a:0#1 in=1 commit=1.0 + ready c:0#1 in=1 commit=1.0", m)
+    assert [p.worker.host for p in published(effects).members] == ["a", "c"]
+    m, _ = drive("2.2 agent-unreachable c silent", m)
+    m, effects = drive("2.3 ready a:0#1 in=2 commit=2.0 previous=1.0", m)
+    assert published(effects).line == t.CommitId(1, 0), "nobody has told that all have attached"
+    m, _ = drive("2.4 agent-lost b exited\n2.5 agent-joined c 0=2.0,1.0 + attached c:0#1 in=2 digests=5,6", m)
+    assert line_of(m) == t.CommitId(2, 0)
+    m, effects = drive("2.6 agent-joined b\n2.7 ready a:0#1 in=3 commit=2.0 previous=1.0", m)
+    assert published(effects).line == t.CommitId(2, 0)
+    assert [source.copy.host for source in published(effects).sources] == ["a", "c"]
 
 
 def test_a_damaged_commit_counts_as_not_held_whatever_later_reports_say() -> None:
