@@ -13,8 +13,8 @@ import _thread, asyncio, os, signal, subprocess, sys, threading, time
 from elasticstate.compat.libraries import start_thread
 from loop_watch import watch_loops
 
-def sleeps():
-    time.sleep(0.15)
+def sleeps():  # for so long that what its threads lack of the cores meanwhile explains a part only
+    time.sleep(1)
 
 def computes():
     began = time.thread_time()
@@ -51,7 +51,7 @@ def reaps():
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
 
 def waits_for_a_process():
-    os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "0.3"], {}), 0)
+    os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "1"], {}), 0)
 
 def is_stopped():  # by somebody else, for longer than the limit
     pid = os.getpid()
@@ -104,7 +104,7 @@ def waits_for_a_thread_without_core():
 
 def waits_for_a_thread_that_sleeps():
     def sleep(begun, is_over):
-        time.sleep(0.3)
+        time.sleep(1)
         begun.set()
     with_a_thread(sleep)
 
