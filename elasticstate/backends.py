@@ -59,7 +59,7 @@ class DriverServices:
     is_new_job: bool  # False: this driver continues the job of an earlier one
     has_other_hosts: Callable[[], bool]  # agents of other hosts may connect
     workers: Callable[[], Iterable[WorkerId]]  # all current workers
-    send: Callable[[str, ToAgent], None]  # sends a message to the agent of a host
+    send: Callable[[str, ToAgent], object]  # sends a message to the agent of a host
     warn: Callable[[str], None]  # shows a warning to the user
 
 

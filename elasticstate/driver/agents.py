@@ -373,11 +373,13 @@ class Agents:
         agent = self._agents.get(host)
         return agent.pid if agent is not None else None
 
-    def send(self, host: str, message: messages.ToAgent) -> None:
-        """Send a message to the agent of a host after all earlier ones. No effect if the agent is lost."""
+    def send(self, host: str, message: messages.ToAgent) -> bool:
+        """Send a message to the agent of a host after all earlier ones. Return False if the agent is lost."""
         agent = self._agents.get(host)
-        if agent is not None and agent.stream is not None:
-            agent.stream.send(message)
+        if agent is None or agent.stream is None:
+            return False
+        agent.stream.send(message)
+        return True
 
     def broadcast(self, body: messages.ToWorkerBody) -> None:
         """Send a message to all workers of all hosts."""

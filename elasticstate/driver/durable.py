@@ -221,10 +221,10 @@ class _Schedule:
 
 
 class DurableCopies:
-    """Durable copies of a job. ``send`` sends a message to the agent of a host."""
+    """Durable copies of a job. ``send`` sends a message to the agent of a host, and returns False if that is lost."""
 
     def __init__(
-        self, options: Options, state: JobState, journal: Journal, send: Callable[[str, messages.ToAgent], None]
+        self, options: Options, state: JobState, journal: Journal, send: Callable[[str, messages.ToAgent], bool]
     ) -> None:
         self._options = options
         self._state = state
@@ -339,7 +339,8 @@ class DurableCopies:
         saved = self._state.durable.newest
         for host, parts in plan.parts.items():
             order = messages.SaveDurable(folder, parts, plan.total, self._world_size, plan.first, self._earlier, saved)
-            self._send(host, order)
+            if not self._send(host, order):  # the core has not heard of the loss yet
+                self.host_lost(host)
 
     @property
     def _world_size(self) -> int:
@@ -366,7 +367,8 @@ class DurableCopies:
         elif not attempt.hosts:
             attempt.hosts, attempt.is_one_order = {host}, True
             order = (attempt.folder, message.commit, attempt.total, self._world_size, self._earlier)
-            self._send(host, messages.CompleteDurable(*order))
+            if not self._send(host, messages.CompleteDurable(*order)):
+                self.host_lost(host)
         return False
 
     def _complete(self, host: str, message: messages.DurableSaved) -> None:

@@ -354,7 +354,7 @@ class Standbys:
     def __init__(
         self,
         number: int,
-        send: Callable[[str, messages.ToAgent], None],
+        send: Callable[[str, messages.ToAgent], object],
         send_to_all: Callable[[messages.ToAgent], None],
         warn: Callable[[str], None],
     ) -> None:

@@ -229,7 +229,7 @@ def _consequence(trouble: OutputTrouble) -> str:
 class Tails:
     """Requests for the last lines of workers. A request for a worker that is under way serves all who ask."""
 
-    def __init__(self, send: Callable[[str, messages.ToAgent], None]) -> None:
+    def __init__(self, send: Callable[[str, messages.ToAgent], object]) -> None:
         self._send = send
         self._awaited: dict[WorkerId, asyncio.Future[messages.OutputTail]] = {}
 

@@ -535,7 +535,7 @@ def slots_of(m: Membership) -> list[tuple[str, int]]:
 class LaunchResults:
     """Collects the results. ``send`` requests a part from an agent; ``received`` gets the answer."""
 
-    def __init__(self, directory: str, send: Callable[[str, messages.Fetch], None]) -> None:
+    def __init__(self, directory: str, send: Callable[[str, messages.Fetch], object]) -> None:
         self._directory = directory
         self._send = send
         self._ranks = 0

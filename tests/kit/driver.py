@@ -58,16 +58,18 @@ class DurableScene:
         self.state.membership, _ = drive(script, durable_dir="/copies", **policy)
         self.orders: list[tuple[str, SaveDurable]] = []
         self.others: list[tuple[str, ToAgent]] = []
+        self.lost: set[str] = set()  # hosts whose agents are lost, which the core does not know yet
         self.copies = DurableCopies(options, self.state, Journal(self.report, self.state), self._sent)
         self._ordered = asyncio.Event()
         self.running = asyncio.ensure_future(self.copies.run())
 
-    def _sent(self, host: str, message: ToAgent) -> None:
+    def _sent(self, host: str, message: ToAgent) -> bool:
         if not isinstance(message, SaveDurable):
             self.others.append((host, message))
-            return
+            return host not in self.lost
         self.orders.append((host, message))
         self._ordered.set()
+        return host not in self.lost
 
     async def order(self) -> SaveDurable:
         """Wait for the next order."""

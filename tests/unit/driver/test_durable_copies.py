@@ -66,6 +66,21 @@ def test_failures_are_reported_once_for_each_kind_and_retried(
     assert copies[4]["commit"] == [1, 9]
 
 
+def test_an_agent_that_is_lost_before_the_core_knows_is_not_waited_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        scene = DurableScene(tmp_path / "events", COMMITTED)
+        scene.lost = {"a"}
+        first = await scene.order()
+        scene.lost = set()
+        second = await scene.order()
+        assert second.folder > first.folder
+        scene.copies.saved("a", DurableSaved(second.folder, CommitId(1, 9), 1000, 0.5))
+        assert (scene.state.durable.saved, scene.state.durable.failed) == (1, 1)
+        await scene.close()
+
+    asyncio.run(run())
+
+
 def test_a_job_without_a_commit_saves_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         scene = DurableScene(tmp_path / "events", RUNNING)
