@@ -337,10 +337,13 @@ class DurableCopies:
         self._failure = None
         self._answered.clear()
         saved = self._state.durable.newest
+        lost = []
         for host, parts in plan.parts.items():
             order = messages.SaveDurable(folder, parts, plan.total, self._world_size, plan.first, self._earlier, saved)
-            if not self._send(host, order):  # the core has not heard of the loss yet
-                self.host_lost(host)
+            if not self._send(host, order):
+                lost.append(host)
+        for host in lost:  # the plan named them because the core has not heard of their loss yet
+            self.host_lost(host)
 
     @property
     def _world_size(self) -> int:

@@ -58,17 +58,19 @@ class DurableScene:
         self.state.membership, _ = drive(script, durable_dir="/copies", **policy)
         self.orders: list[tuple[str, SaveDurable]] = []
         self.others: list[tuple[str, ToAgent]] = []
+        self.sent: list[tuple[str, ToAgent]] = []  # both, in their order
         self.lost: set[str] = set()  # hosts whose agents are lost, which the core does not know yet
         self.copies = DurableCopies(options, self.state, Journal(self.report, self.state), self._sent)
         self._ordered = asyncio.Event()
         self.running = asyncio.ensure_future(self.copies.run())
 
     def _sent(self, host: str, message: ToAgent) -> bool:
-        if not isinstance(message, SaveDurable):
+        self.sent.append((host, message))
+        if isinstance(message, SaveDurable):
+            self.orders.append((host, message))
+            self._ordered.set()
+        else:
             self.others.append((host, message))
-            return host not in self.lost
-        self.orders.append((host, message))
-        self._ordered.set()
         return host not in self.lost
 
     async def order(self) -> SaveDurable:

@@ -22,6 +22,7 @@ from elasticstate.net.messages import (
     DurableFailed,
     DurablePart,
     DurableSaved,
+    SaveDurable,
 )
 from tests.kit.core import DISTINCT, FOUR, HSDP, drive
 from tests.kit.driver import DurableScene
@@ -145,6 +146,28 @@ def test_one_agent_completes_a_copy_and_the_failure_of_one_part_is_that_of_the_c
         copies.saved("a", DurableSaved(folder, CommitId(1, 40), 10, 0.5))
         copies.saved("b", DurableSaved(folder, CommitId(1, 41), 10, 0.5))
         assert figures.trouble == f"its parts are of different commits: {CommitId(1, 40)}, {CommitId(1, 41)}"
+        await scene.close()
+
+    asyncio.run(run())
+
+
+def test_the_other_agents_of_a_copy_stop_if_one_is_lost_as_it_is_ordered(tmp_path: Path) -> None:
+    async def run() -> None:
+        scene = DurableScene(tmp_path / "events", DISTINCT + beats(2.0, 40, 40, 20), **FOUR)
+        scene.lost = {"a"}
+        folder = (await scene.order()).folder
+        to_b = [message for host, message in scene.sent if host == "b"]
+        assert [type(message) for message in to_b] == [SaveDurable, DropDurable]
+        scene.lost = {"b"}
+        assert (await scene.order()).folder > folder
+        assert scene.sent[-1] == ("a", DropDurable(scene.orders[-1][1].folder))
+        assert scene.state.durable.failed == 2
+        scene.lost = set()
+        folder = (await scene.order()).folder
+        scene.copies.saved("a", DurableSaved(folder, CommitId(1, 40), 10, 0.5))
+        scene.lost = {"b"}
+        scene.copies.saved("b", DurableSaved(folder, CommitId(1, 40), 10, 0.5))
+        assert scene.state.durable.failed == 3, "nobody is there to complete the copy"
         await scene.close()
 
     asyncio.run(run())
