@@ -33,6 +33,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     ages: tuple[int, ...] = ()  # of its members, by rank
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
+    ended: tuple[tuple[int, tuple[t.WorkerId, ...]], ...] = ()  # of a sharded job: worlds without a layout
     replicated: t.CommitId | None = None  # the newest commit whose replication is complete
     # The rest is a part of the ledger:
     next_age: int = 0
@@ -83,8 +84,8 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     if remains.account.since is None:
         d.update_ledger(account=remains.account.until(now))
     line = world.line if world is not None else None
-    d.update_shards(layouts=remains.layouts, replicated=remains.replicated, replicated_at=now, line=line, line_at=now)
-    d.update_shards(forgotten=remains.replicated)
+    d.update_shards(layouts=remains.layouts, ended=remains.ended, line=line, line_at=now)
+    d.update_shards(replicated=remains.replicated, replicated_at=now, forgotten=remains.replicated)
     _hosts(d, remains)
     _slots(d, remains)
     _shards(d, remains)

@@ -307,6 +307,7 @@ def newer(
         ages=old.ages if m.world is old.world else tuple(m.workers[w].age if w in m.workers else 0 for w in members),
         first_round=_first_round(m),
         layouts=m.shards.layouts,
+        ended=m.shards.ended,
         replicated=m.shards.replicated,
         clocks=clocks,
         **ledger,

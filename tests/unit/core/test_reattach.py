@@ -1,4 +1,4 @@
-"""Limits on failures, which count over all drivers of a job."""
+"""Facts that count over all drivers of a job: the limits on failures, and worlds of shards that have ended."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.reattach import Recorded, Remains, reattach
+from elasticstate.core.sharded import find_line
 from elasticstate.core.state import Membership
 from elasticstate.driver.record import Record, newer
 from elasticstate.options import Options
-from tests.kit.core import START, after, ended, published
+from tests.kit.core import ATTACHED, START, after, drive, ended, published
 
 SURVIVOR, DEAD = t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1)
 DEATH = "3.0 exit a:1#1 signal=9"
@@ -44,3 +45,17 @@ def test_a_failure_at_which_the_driver_dies_counts_once(has_counted: bool) -> No
     m, effects = after("4.3 ready a:0#1 in=1 commit=1.5 ticks=5\n6.0 ready a:1#2", m)
     assert published(effects).generation == 2
     assert m.ledger.resets == 1
+
+
+def test_the_only_report_that_all_have_attached_counts_after_the_next_driver_has_started_too() -> None:
+    """Host c has the report. It is away while the next world begins, and while that driver is replaced."""
+    began = ATTACHED.format(7) + "1.2 first a:0#1 in=1\n2.0 exit b:0#1 signal=9 held=1.0"
+    m, _ = drive(began, np=3, min_np=1, max_np=3, replicas=0)
+    m, _ = drive("2.1 ready a:0#1 in=1 commit=1.0 + ready c:0#1 in=1 commit=1.0\n2.2 agent-unreachable c silent", m)
+    m, _ = drive("2.3 ready a:0#1 in=2 commit=2.0 previous=1.0", m)
+    m = next_driver(m, 3.0, living={SURVIVOR: 3}, lost=frozenset({"b", "c"}))
+    m, _ = drive("3.1 agent-lost b exited + agent-lost c silent + agent-joined a a:0#1=3 0=2.0,1.0", m)
+    m, _ = drive("3.2 agent-joined c 0=2.0,1.0 + attached c:0#1 in=2 digests=5,6", m)
+    found = find_line(m)
+    assert found is not None
+    assert found[0] == t.CommitId(2, 0)
