@@ -134,9 +134,15 @@ def has_job_state(m: Draft | Membership, worker: Worker) -> bool:
     """Return True if the worker lives, was in the newest world, and had or received the job's state in that world.
 
     A worker that ended ticks without training has an older state than the others. A worker that keeps no commits of
-    its own has no state that outlives the world.
+    its own has no state that outlives the world. A worker with a confirmed own error exits, and is never READY again.
     """
-    if worker.gone or worker.late or not worker.keeps or not 0 < worker.joined == m.generation:
+    if (
+        worker.gone
+        or worker.late
+        or worker.confirmed_at is not None
+        or not worker.keeps
+        or not 0 < worker.joined == m.generation
+    ):
         return False
     commit = worker.ready.commit if worker.ready is not None else worker.commit
     if worker.ready is not None and (commit is None or worker.ready.behind):

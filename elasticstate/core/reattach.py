@@ -88,7 +88,10 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     d.update_shards(replicated=remains.replicated, replicated_at=now, forgotten=remains.replicated)
     _hosts(d, remains)
     _slots(d, remains)
-    _shards(d, remains)
+    if remains.layouts:
+        _shards(d, remains)
+    elif world is not None and not world.is_plain:
+        _commits(d, remains, world)
     d.reason = "a new driver reattached"
     failure = None
     if world is not None:
@@ -140,6 +143,14 @@ def _shards(d: Draft, remains: Remains) -> None:
                 d.put_slot(slot_id, retained=start, sealed=max(start, known.sealed if known else start))
                 host = d.hosts[slot_id.host]
                 d.put_host(host, slots_ever=max(host.slots_ever, slot_id.slot + 1))
+
+
+def _commits(d: Draft, remains: Remains, world: t.World) -> None:
+    """Enter the first commit of the newest world for its unreachable members, which hold it or a newer one if they have
+    received that world. The reports of their agents replace this."""
+    for placement in world.members:
+        if placement.worker.host in remains.lost and world.keeps(placement.rank):
+            d.put_slot(placement.worker.slot_id, retained=t.CommitId(world.generation, 0))
 
 
 def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:

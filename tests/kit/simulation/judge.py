@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticstate.core import types as t
+from elasticstate.core.reattach import Remains
 from elasticstate.core.state import Waiting
 from elasticstate.core.step import Transition
 
@@ -35,9 +36,13 @@ class Judge:
         elif waits and self.waits_since is None:
             self.waits_since = self.job.now
 
-    def restart(self) -> None:
-        """Start again with a new core, which has received no event yet."""
-        self.reported = {}
+    def restart(self, remains: Remains) -> None:
+        """Start again with a new core, which has received no event yet. It knows who was in the newest world, so it
+        counts with the commits of members that it does not reach."""
+        members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
+        away = {worker.slot_id for worker in members if worker.host in remains.lost}
+        held = {slot_id: retained.commit for slot_id, retained in self.job.retained.items() if slot_id in away}
+        self.reported = {slot_id: commit[0] for slot_id, commit in held.items() if commit is not None}
         self.waits_since = None
 
     def forget(self, host: str) -> None:

@@ -140,7 +140,7 @@ class Restart:
         job.reached["the world cannot go on"] += any(isinstance(effect, t.End) for effect in transition.effects)
         job.reached["the gate was open"] += any(isinstance(effect, t.OpenGate) for effect in transition.effects)
         job.checker.restart(remains, transition)
-        job.judge.restart()
+        job.judge.restart(remains)
         job.books.see(job.now, transition)
         job.events.restarted(job.now, self.record.epoch, transition.next)
         job.replace(transition)

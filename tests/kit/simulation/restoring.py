@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from elasticstate.core import types as t
 from elasticstate.core.commits import is_rejected
+from elasticstate.core.reattach import Remains
 from tests.kit.simulation.job import HOSTS, Job
 from tests.kit.simulation.judge import Judge
 from tests.kit.simulation.workers import Content, Failed, Group, Worker
@@ -171,10 +172,10 @@ class RestoringJudge(Judge):
     def __init__(self, job: RestoringJob) -> None:
         super().__init__(job)
 
-    def restart(self) -> None:
+    def restart(self, remains: Remains) -> None:
         """Count less as made: nobody tells a new driver the digests of the dead, without which only the commit before
         the newest one in a slot is known to be equal."""
-        super().restart()
+        super().restart(remains)
         job, group = self.job, self.job.groups.get(self.job.m.generation)
         if group is None:
             return

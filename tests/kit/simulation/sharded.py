@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
+from elasticstate.core.reattach import Remains
 from elasticstate.core.step import Transition
 from elasticstate.core.types import ShardLayout
 from tests.kit.simulation.job import HOSTS, Job
@@ -42,8 +43,8 @@ class LineJudge(Judge):
             self._replication_is_complete(shards.replicated, shards.layouts)
         self.job.reached["line awaited"] += "with shards of commit" in transition.reason
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, remains: Remains) -> None:
+        super().restart(remains)
         self.told.clear()
 
     def record(self, event: t.Event) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.state import Membership
-from tests.kit.core import RUNNING, drive, ended
+from elasticstate.core.step import step
+from tests.kit.core import RUNNING, THREE, drive, ended, kinds
 
 LEFT = "ready a:0#1 in=1 commit=1.0 + ready a:1#1 in=1 commit=1.0"
 GATE = RUNNING + "2.0 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1\n"
@@ -78,3 +79,18 @@ def test_behind_the_gate_the_first_death_is_the_cause_although_it_is_reported_la
     _, effects = drive("3.1 exit a:2#1 signal=9 at=10", m)
     end = ended(effects)
     assert (end.own_error, end.root_cause and end.root_cause.signal) == (False, 9)
+
+
+def test_who_exits_after_an_own_error_keeps_no_newer_commit_from_being_awaited() -> None:
+    m, _ = drive("0.0 hosts a:2 b:1\n0.1 agent-joined a + agent-joined b", **THREE)
+    m, _ = drive("1.0 ready a:0#1 + ready a:1#1 + ready b:0#1\n1.1 first a:0#1 in=1", m)
+    m, _ = drive("2.0 suspect a:1#1 in=1 error=ValueError + suspect b:0#1 in=1 error=ValueError", m)
+    held = {"a:0#1": "1.2", "a:1#1": "1.4", "b:0#1": "1.4"}
+    beats = " + ".join(f"heartbeat {worker} in=1 ticks=4 commit={commit}" for worker, commit in held.items())
+    m, effects = drive(f"9.0 {beats}", m)
+    assert kinds(effects) == ["ConfirmOwnError", "ConfirmOwnError"]
+    m, _ = drive("9.1 exit b:0#1 code=1 held=1.4,1.3", m)
+    behind = t.Ready(1, t.CommitId(1, 2), None, "a:5000", 4, behind=True)  # it has ended ticks without training
+    m, effects, reason = step(m, t.FromWorker(t.WorkerId("a", 0, 1), behind), 9.2)
+    assert "World" not in kinds(list(effects))
+    assert reason == "waiting for a:1, which retains the newest commit (1, 4)"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from elasticstate.core import types as t
+from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.reattach import Recorded, Remains, reattach
 from elasticstate.core.sharded import find_line
 from elasticstate.core.state import Membership
 from elasticstate.driver.record import Record, newer
 from elasticstate.options import Options
-from tests.kit.core import ATTACHED, START, after, drive, ended, published
+from tests.kit.core import ATTACHED, START, THREE, THREE_HOSTS, after, drive, ended, kinds, notes, published
 
 SURVIVOR, DEAD = t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1)
 DEATH = "3.0 exit a:1#1 signal=9"
@@ -59,3 +60,23 @@ def test_the_only_report_that_all_have_attached_counts_after_the_next_driver_has
     found = find_line(m)
     assert found is not None
     assert found[0] == t.CommitId(2, 0)
+
+
+@pytest.mark.parametrize("newest", ["time", "heartbeat b:0#1 in=2 ticks=4 commit=2.4"])
+def test_the_next_driver_waits_for_an_unreachable_member_as_the_last_one_would(newest: str) -> None:
+    """Host a has the commits of generation 1, host c those of generation 2. Host b loses power, and c is cut off."""
+    m, _ = drive(f"{THREE_HOSTS}1.1 first a:0#1 in=1\n2.0 agent-lost a exited", **THREE)
+    m, _ = drive("2.1 ready b:0#1 in=1 commit=1.3 + ready c:0#1 in=1 commit=1.3\n2.2 first b:0#1 in=2", m)
+    m, _ = drive(f"2.5 {newest}", m)
+    m = next_driver(m, 3.0, living={}, lost=frozenset({"c"}))
+    m, _ = drive("3.1 agent-joined b + agent-unreachable c silent + agent-joined a 0=1.3", m)
+    m, effects = drive("4.0 ready a:0#1 commit=1.3 + ready b:0#2\n10.0 time", m)
+    assert "World" not in kinds(effects)
+    assert any("c:0 retains the newest commit (2, " in line for line in waiting_for(m, 10.1))
+    returned, _ = drive("11.0 agent-joined c 0=2.9,2.8", m)
+    _, effects = drive("11.1 ready c:0#2 commit=2.9", returned)
+    world = published(effects)
+    assert (world.members[world.root].worker.host, world.lacking) == ("c", (0, 1))
+    m, effects = drive(f"{10.1 + m.policy.regroup_timeout_s} time", m)
+    assert published(effects).generation == 3
+    assert "c:0 is given up" in str(notes(effects, "warning"))
