@@ -348,8 +348,14 @@ def reject_unequal(d: Draft) -> None:
 
 
 def _held(d: Draft, last: int) -> tuple[bool, bool]:
-    """Return two flags: commits of the present generation after tick ``last`` are held, and others are held."""
-    slots = [commit for slot in d.slots.values() for commit in (slot.retained, slot.previous)]
+    """Return two flags: commits of the present generation after tick ``last`` are held, and others are held. What a new
+    driver presumes of unreachable members (reattach.py), and nobody has reported, does not count."""
+    slots = [
+        commit
+        for slot in d.slots.values()
+        for commit in (slot.retained, slot.previous)
+        if commit is not None and commit <= slot.sealed
+    ]
     ready = [worker.ready for worker in d.ready_workers() if worker.ready is not None]
     held = {*slots, *(commit for each in ready for commit in (each.commit, each.previous))} - {None}
     newer = {commit for commit in held if commit and commit.generation == d.generation and commit.tick > last}

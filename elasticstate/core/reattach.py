@@ -146,7 +146,7 @@ def _shards(d: Draft, remains: Remains) -> None:
 
 
 def _commits(d: Draft, remains: Remains, world: t.World) -> None:
-    """Enter the first commit of the newest world for its unreachable members, which hold it or a newer one if they have
+    """Presume that unreachable members of the newest world hold its first commit, or a newer one: they do if they have
     received that world. The reports of their agents replace this."""
     for placement in world.members:
         if placement.worker.host in remains.lost and world.keeps(placement.rank):
