@@ -268,7 +268,7 @@ class Slot(Struct, frozen=True, gc=False):
     gives_way_at: float = -inf  # earlier than not_before: when the job would be below min_np without this slot
     finished: bool = False  # its worker exited with 0 before any worker was READY: the command does not use ``run``
     failure: t.RootCause | None = None  # the first of the row
-    retained: CommitId | None = None  # the newest commit in its storage, as last reported; it outlives the workers
+    retained: CommitId | None = None  # the newest commit in its storage, as last reported, or presumed (reattach.py)
     previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
     damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say

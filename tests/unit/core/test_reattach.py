@@ -1,4 +1,4 @@
-"""Facts that count over all drivers of a job: the limits on failures, and worlds of shards that have ended."""
+"""Facts that count over all drivers of a job: limits on failures, ended worlds of shards, and unreachable members."""
 
 from __future__ import annotations
 
