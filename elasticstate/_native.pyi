@@ -433,7 +433,7 @@ class Sentinel:
     def notice(self, number: int) -> None:
         """Send a preemption notice to the agent for each signal with this number, 1 to 31.
 
-        On the LEAVE message, the worker sends one of these signals to itself. The signal's handler must end the worker.
+        On the LEAVE message, the worker sends one of these signals to itself, until the handler calls ``leaves``.
         """
 
     def forget(self, number: int) -> None:
@@ -450,6 +450,9 @@ class Sentinel:
     def place(self) -> int: ...
     @property
     def leaving(self) -> bool: ...
+    def leaves(self) -> None:
+        """Say that the main thread ends the process because of LEAVE."""
+
     @property
     def in_generation(self) -> bool: ...
     @property

@@ -313,6 +313,7 @@ void Sentinel::serve() {
         const Clock::time_point now = Clock::now();
         if (now >= next_beat) {
             page_.beat();
+            repeat_leave();
             next_beat = now + BEAT_INTERVAL;
         }
         poll_until(sweeping ? std::min(next_beat, now + SWEEP_INTERVAL) : next_beat);
@@ -519,6 +520,18 @@ int Sentinel::signal_to_leave() const noexcept {
     const std::uint32_t notices = notices_;
     const bool handled = notices != 0 && (notices >> SIGTERM & 1) == 0 && place() != Place::done;
     return handled ? std::countr_zero(notices) : SIGTERM;
+}
+
+/// The signal may have come between the main thread's last look for signals and a system call, which goes on then.
+void Sentinel::repeat_leave() {
+    if (!leaving_ || leaves_) {
+        return;
+    }
+    const Lock lock(mutex_);
+    const int number = signal_to_leave();
+    if (place() != Place::done && (notices_ >> number & 1) != 0) {  // a handler of the script is called once
+        kill(getpid(), number);
+    }
 }
 
 void Sentinel::read_signals() {

@@ -87,7 +87,7 @@ public:
     /// Descriptor to which the numbers of arriving signals are written, one byte each; never blocks.
     int signal_fd() const noexcept { return signal_writer_.get(); }
     /// Makes a signal (one of the first 31) a preemption notice, which is sent to the agent. When the worker receives
-    /// LEAVE, it sends such a signal to itself; the signal's handler has to end the process.
+    /// LEAVE, it sends such a signal to itself, again and again until the signal's handler calls `leaves`.
     void notice(int number) noexcept { notices_ |= 1U << number; }
     /// Makes a signal no preemption notice any more, because the script handles it.
     void forget(int number) noexcept { notices_ &= ~(1U << number); }
@@ -98,6 +98,8 @@ public:
     std::uint64_t ticks() const noexcept { return page_.word().load() & ~HoldWord::HOLD; }
     Place place() const noexcept { return static_cast<Place>(page_.place()); }
     bool leaving() const noexcept { return leaving_.load(); }
+    /// Says that the main thread ends the process because of LEAVE.
+    void leaves() noexcept { leaves_ = true; }
     bool ended(std::uint64_t generation) const noexcept { return ended_.load() >= generation; }
     bool in_generation();
     /// The END message of the generation that ended last: that of the agent, as soon as it is there.
@@ -169,6 +171,7 @@ private:
     void end_here_locked(std::string_view cause);
     void leave_locked();
     int signal_to_leave() const noexcept;
+    void repeat_leave();
     void send_locked(std::string message);
     bool try_send(const std::string &message);
     void link_lost();
@@ -188,7 +191,8 @@ private:
 
     std::atomic<std::uint32_t> changes_{0};  // a futex: waiting threads wait for a change
     std::atomic<std::uint64_t> ended_{0};    // the highest generation that has ended
-    std::atomic<bool> leaving_{false};
+    std::atomic<bool> leaving_{false};  // LEAVE has arrived
+    std::atomic<bool> leaves_{false};
     std::atomic<bool> handles_stop_{false};
 
     std::mutex mutex_;                 // guards all below, `place`, and the begin of a generation

@@ -104,6 +104,9 @@ class Process:
     def hears_nothing(self) -> bool:
         return not select.select([self.agent], [], [], 0)[0]
 
+    def says_nothing(self) -> bool:
+        return not select.select([self.process.stdout], [], [], 0)[0]
+
     def line(self) -> str:
         """Return the next line of the worker's output."""
         assert self.process.stdout is not None
@@ -259,8 +262,9 @@ def test_a_script_that_handles_sigterm_is_stopped_by_it_and_keeps_its_world(star
     assert worker.line() == "there"
     worker.tell(messages.Terminate(GENERATION))
     assert worker.line() == "stops"
-    worker.wait_for_beats(2)
+    worker.wait_for_beats(3)
     assert worker.hears_nothing(), "it is no preemption notice"
+    assert worker.says_nothing(), "the handler of a script is called once"
     worker.store.setblocking(False)
     with pytest.raises(BlockingIOError):
         worker.store.recv(1)  # the connections of the generation are not cut
@@ -282,6 +286,19 @@ def test_any_other_script_leaves_at_once(start: Start) -> None:
     assert worker.line() == "there"
     worker.tell(messages.Terminate(GENERATION))
     assert worker.ended() == (0, "", "")
+
+
+@pytest.mark.parametrize("place", ["pass", "enter()"], ids=["boot", "train"])
+@pytest.mark.parametrize("message", [messages.Leave(ME), messages.Terminate(GENERATION)], ids=["leave", "terminate"])
+def test_it_leaves_from_a_call_that_one_signal_does_not_end(
+    start: Start, place: str, message: messages.ToWorkerBody
+) -> None:
+    """Each call looks like this if the signal comes between Python's last look for signals and the system call."""
+    two_pauses = "without_the_gil.qsort(ctypes.create_string_buffer(3), 3, 1, without_the_gil.pause)"
+    worker = start(f"{place}; print('kept', end=''); say('there'); {two_pauses}; time.sleep(60)")
+    assert worker.line() == "there"
+    worker.tell(message)
+    assert worker.ended() == (0, "kept", "")
 
 
 def test_told_to_leave_in_a_boot_that_holds_the_gil(start: Start) -> None:
