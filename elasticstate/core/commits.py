@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.state import Draft, Host, Membership, Running, Worker
+from elasticstate.core.state import Digests, Draft, Host, Membership, Running, Slot, Worker
 from elasticstate.core.types import number_of
 
 _REJECTED_KEPT = 16  # generations: no slot holds a commit of an older one
@@ -32,17 +32,38 @@ def record_both(
     if slot is None:
         return
     newest = slot.sealed
+    rejected: tuple[t.CommitId, ...] = ()
     if slot.damaged or d.ledger.rejected:
-        held = [each for each in (commit, previous) if each is not None and each not in slot.damaged]
-        intact = [each for each in held if not is_rejected(d, each)]
-        newest = max(newest, commit or newest)
-        commit, previous = (*intact, None, None)[:2]
+        if commit is not None and previous is not None:
+            _accept(d, commit, previous)
+        held = [each for each in (commit, previous) if each is not None]
+        used = [each for each in held if not is_rejected(d, each)]
+        newest = max([newest, *used])
+        rejected = tuple(each for each in held if each not in used and each not in slot.damaged)
+        commit, previous = (*(each for each in used if each not in slot.damaged), None, None)[:2]
     if commit is not None and commit > newest:
         newest = commit
     if sealed is not None and sealed > newest:
         newest = sealed
-    if newest is not slot.sealed or slot.retained != commit or slot.previous != previous:
-        d.put_slot(slot_id, retained=commit, previous=previous, sealed=newest)
+    known = slot.sealed, slot.retained, slot.previous, slot.rejected
+    if (newest, commit, previous, rejected) != known:
+        d.put_slot(slot_id, sealed=newest, retained=commit, previous=previous, rejected=rejected)
+
+
+def _buffers(slot: Slot) -> tuple[t.CommitId | None, t.CommitId | None]:
+    """Return the commits in the buffers of a slot, also those that are not used: the newer one, and the older one."""
+    held = (each for each in (*slot.rejected, slot.retained, slot.previous) if each is not None)
+    commit, previous = (*sorted(held, reverse=True), None, None)[:2]
+    return commit, previous
+
+
+def record_first(d: Draft, slot_id: t.SlotId, commit: t.CommitId) -> None:
+    """Record the first commit of a generation in a slot, unless a later report was faster. The other buffer holds the
+    state at the begin of that world, if nothing newer was reported."""
+    start = t.CommitId(commit.generation, 0)
+    before = max(d.slots[slot_id].retained or start, start)
+    if before < commit:
+        record_both(d, slot_id, commit, before)
 
 
 def commit_damaged(d: Draft, event: t.CommitDamaged) -> None:
@@ -51,7 +72,7 @@ def commit_damaged(d: Draft, event: t.CommitDamaged) -> None:
     if slot is None or host is None or host.agent != "joined" or event.commit in slot.damaged:
         return
     d.put_slot(event.slot, damaged=(*slot.damaged, event.commit)[-2:])
-    record_both(d, event.slot, slot.retained, slot.previous)
+    record_both(d, event.slot, *_buffers(slot))
     d.warn(f"commit {event.commit} in the memory of slot {event.slot} is damaged and not used: its checksum is wrong")
 
 
@@ -75,19 +96,48 @@ def newest_equal(m: Draft | Membership) -> int:
     return found.equal if found.generation == m.generation else 0
 
 
+def put_equal(d: Draft, tick: int) -> None:
+    """Record that the commit of this tick of the present generation is known to be equal on all members."""
+    found = d.ledger.digests if d.ledger.digests.generation == d.generation else Digests(d.generation)
+    d.update_ledger(digests=replace(found, equal=tick, compared=max(found.compared, tick)))
+
+
 def reject(d: Draft, last: t.CommitId) -> None:
     """Use no commit of this generation that is newer than ``last``, wherever and whenever one is found."""
     known = next((each for each in d.ledger.rejected if each.generation == last.generation), None)
     if known is not None and known.tick <= last.tick:
         return
-    others = (each for each in d.ledger.rejected if each is not known)
-    d.update_ledger(rejected=(*others, last)[-_REJECTED_KEPT:])
+    _put_rejected(d, known, last)
     for slot_id, slot in list(d.slots.items()):
         if is_rejected(d, slot.retained) or is_rejected(d, slot.previous):
-            record_both(d, slot_id, slot.retained, slot.previous)
+            record_both(d, slot_id, *_buffers(slot))
     for worker in list(d.ready_workers()):
         if worker.ready is not None:
             d.put(worker, ready=without_rejected(d, worker.ready))
+
+
+def _accept(d: Draft, commit: t.CommitId, previous: t.CommitId) -> None:
+    """Use the older commit in a slot after all, if it was rejected: below a newer one, it is equal on all members
+    (divergence.py). A driver that began after the verdict does not know that before. No world may have begun since."""
+    is_older = previous.generation == commit.generation == d.generation and previous < commit
+    if not (is_older and is_rejected(d, previous)):
+        return
+    found = d.ledger.digests
+    if found.generation == d.generation and found.differs is not None and previous.tick >= found.differs[1]:
+        return
+    _put_rejected(d, next(each for each in d.ledger.rejected if each.generation == previous.generation), previous)
+    put_equal(d, previous.tick)
+    for slot_id, slot in list(d.slots.items()):
+        if slot.rejected:
+            record_both(d, slot_id, *_buffers(slot))
+    for worker in list(d.ready_workers()):
+        if worker.said is not None:
+            d.put(worker, ready=without_rejected(d, worker.said))
+
+
+def _put_rejected(d: Draft, old: t.CommitId | None, last: t.CommitId) -> None:
+    others = (each for each in d.ledger.rejected if each is not old)
+    d.update_ledger(rejected=(*others, last)[-_REJECTED_KEPT:])
 
 
 def without_rejected(d: Draft, ready: t.Ready) -> t.Ready:

@@ -14,7 +14,7 @@ from math import inf
 from msgspec.structs import replace
 
 from elasticstate.core import accounting, event_file, types as t
-from elasticstate.core.commits import newest_equal, reject
+from elasticstate.core.commits import newest_equal, put_equal, reject
 from elasticstate.core.slots import replace_workers
 from elasticstate.core.state import (
     Digests,
@@ -337,8 +337,8 @@ def reject_unequal(d: Draft) -> None:
         return
     highest = d.ledger.highest
     if last > newest_equal(d):  # known from the commits that are rejected now
-        found = found if found.generation == d.generation else Digests(d.generation)
-        d.update_ledger(digests=replace(found, equal=last, compared=max(found.compared, last)))
+        put_equal(d, last)
+        found = d.ledger.digests
     _reject(d, last, last)
     if highest != d.ledger.highest and not found.text:
         d.warn(

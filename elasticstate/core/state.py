@@ -272,6 +272,7 @@ class Slot(Struct, frozen=True, gc=False):
     previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
     damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say
+    rejected: tuple[CommitId, ...] = ()  # commits in its buffers that are not used (divergence.py)
     age: int = NEWCOMER  # of its next worker in the next world: that of a replaced one, whose rank it takes
     digests: tuple[tuple[CommitId, int], ...] = ()  # of its last commits, with --divergence restore
     misfit: t.RootCause | None = None  # why its last process could not load the state of the job (phases.py)
@@ -291,7 +292,8 @@ class Worker(Struct, frozen=True, gc=False):
     first_joined: int = 0  # the oldest such generation
     rank: int | None = None  # in the world of ``joined``
     age: int = NEWCOMER
-    ready: t.Ready | None = None
+    ready: t.Ready | None = None  # without commits that are not used (divergence.py)
+    said: t.Ready | None = None  # the same with them
     ready_at: float = inf
     late: bool = False
     reported_at: float = -inf

@@ -519,10 +519,9 @@ def _trains(d: Draft, name: t.WorkerId, seconds: float) -> None:
 
 def _commit_sealed(d: Draft, worker: Worker, commit: t.CommitId) -> None:
     _record_commit(d, commit)
-    slot = d.slots[worker.id.slot_id]  # a newer commit than before lies in the other buffer
-    previous = slot.previous if commit == slot.retained else slot.retained
-    commits.record_both(d, worker.id.slot_id, commit, previous)
-    d.put(worker, commit=commit, commit_at=d.now)
+    commits.record_first(d, worker.id.slot_id, commit)
+    if worker.commit is None or worker.commit < commit:
+        d.put(worker, commit=commit, commit_at=d.now)
 
 
 def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
@@ -535,21 +534,22 @@ def _ready(d: Draft, worker: Worker, ready: t.Ready) -> None:
     if not worker.uses_run:
         plain.command_uses_run(d, worker.id)
     slot_id = worker.id.slot_id
-    ready = commits.without_rejected(d, ready) if d.ledger.rejected else ready
+    commits.record_both(d, slot_id, ready.commit, ready.previous, ready.sealed)
+    said, ready = ready, commits.without_rejected(d, ready)
     _record_commit(d, ready.commit)
     _record_commit(d, ready.previous)
-    commits.record_both(d, slot_id, ready.commit, ready.previous, ready.sealed)
     if d.slots[slot_id].misfit is not None:
         d.put_slot(slot_id, misfit=None)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
     if worker.ready is not None:
-        d.put(worker, ready=ready, commit=ready.commit, reported_at=d.now)
+        d.put(worker, ready=ready, said=said, commit=ready.commit, reported_at=d.now)
         return
     d.note(event_file.WorkerReady, **fields_of(worker.id))
     d.put(
         worker,
         ready=ready,
+        said=said,
         ready_at=d.now,
         reported_at=d.now,
         commit=ready.commit,

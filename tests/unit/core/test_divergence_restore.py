@@ -241,6 +241,37 @@ def test_rejected_commits_are_not_used_whoever_returns_with_them() -> None:
     assert published(effects).start == t.CommitId(1, 1)
 
 
+def test_a_rejected_commit_is_used_when_a_slot_proves_later_that_it_is_equal() -> None:
+    """A new driver does not hear the digest of a member that has died. Another member was slow to leave: its newer
+    commit proves that the last driver had found the commit before it to be equal."""
+    policy = {"np": 2, "min_np": 2, "max_np": 2}
+    m, _ = drive(
+        f"2.0 heartbeat b:0#1 in=1 commit=1.2 previous=1.0 ticks=2 + {digests(2, None, 7)}", running(TWO, **policy)
+    )
+    m, _ = drive(f"2.1 agent-lost a is unreachable\n{2.2 + m.policy.regroup_timeout_s} time", m)
+    assert m.slots[t.SlotId("b", 0)].retained == t.CommitId(1, 0)
+    m, effects = drive(
+        "40.0 ready b:0#1 in=1 commit=1.4 previous=1.2 ticks=4\n41.0 agent-joined a\n42.0 ready a:0#2", m
+    )
+    world = published(effects)
+    assert world.start == t.CommitId(1, 2)
+    assert m.ledger.highest == t.CommitId(1, 2)
+
+
+def test_the_first_commit_of_a_world_has_not_overwritten_its_start() -> None:
+    policy = {"np": 2, "min_np": 2, "max_np": 2}
+    m, _ = drive("2.0 sealed a:0#1 commit=1.1 + sealed b:0#1 commit=1.1", running(TWO, **policy))
+    m, _ = drive(f"2.1 {digests(1, 7, 8, hosts='a:0#1 b:0#1')}", m)
+    assert {slot.retained for slot in m.slots.values()} == {t.CommitId(1, 0)}
+
+
+def test_a_late_report_of_the_first_commit_hides_no_newer_one() -> None:
+    newer = "2.0 heartbeat a:0#1 in=1 commit=1.5 previous=1.4 ticks=5"
+    m, _ = drive(f"{newer}\n2.1 sealed a:0#1 commit=1.1\n2.2 exit a:0#1 signal=9", running())
+    slot = m.slots[t.SlotId("a", 0)]
+    assert (slot.retained, slot.previous) == (t.CommitId(1, 5), t.CommitId(1, 4))
+
+
 def test_the_commit_before_is_used_if_all_members_die_before_their_last_digests_arrive() -> None:
     """A slot that holds it has no older one any more, which had proven it to be equal."""
     policy = {"np": 2, "min_np": 2, "max_np": 2}
