@@ -174,7 +174,7 @@ def reason_of(error: BaseException) -> str:
         case asyncio.TimeoutError() | TimeoutError():
             return "timed out: the peer did not answer"
         case ConnectionAbortedError():
-            return "timed out: the peer did not authenticate"
+            return _NO_AUTHENTICATION
         case ConnectionResetError() | BrokenPipeError():
             return "the peer has reset the connection"
         case ConnectionRefusedError():
@@ -183,6 +183,7 @@ def reason_of(error: BaseException) -> str:
             return str(error) or type(error).__name__
 
 
+_NO_AUTHENTICATION = "timed out: the peer did not authenticate"
 _NEXT_ADDRESS_S = 0.25  # RFC 8305
 _CLOSED_EARLY = "the peer closed the connection before it had authenticated, perhaps because it has another token"
 
@@ -329,13 +330,20 @@ class ControlServer:
 
     async def _authenticate(self, connection: socket.socket, peer: str, authentication: _Authentication) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
-        stream = AgentStream(self._owner, peer)
         loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self._strangers.timeout_s
+        await _first_byte(connection, ends_at)
+        left_s = ends_at - loop.time()
+        if authentication.refusal or left_s <= 0:
+            connection.close()
+            self._owner.refused(peer, authentication.refusal or _NO_AUTHENTICATION)
+            return
+        stream = AgentStream(self._owner, peer)
         self._streams.add(stream)
         stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
         try:
             await loop.connect_accepted_socket(
-                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._strangers.timeout_s
+                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=left_s
             )
         except (OSError, ssl.SSLError) as error:
             stream.give_up()
@@ -346,6 +354,19 @@ class ControlServer:
             await asyncio.wait({asyncio.ensure_future(stream.first_received())}, timeout=self._strangers.timeout_s)
             if not stream.has_sent:
                 stream.abort(authentication.refusal or "timed out: the peer authenticated but sent no message")
+
+
+async def _first_byte(connection: socket.socket, until: float) -> None:
+    """Wait until the peer has sent something or has closed the connection, or for the time. TLS costs 70 kB, and dozens
+    of objects that each garbage collection examines: an idle connection does not have them."""
+    loop, ends = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, ends.set)
+    timer = loop.call_at(until, ends.set)
+    try:
+        await ends.wait()
+    finally:
+        timer.cancel()
+        loop.remove_reader(connection)
 
 
 class Refused(ConnectionRefusedError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import ssl
@@ -366,13 +367,19 @@ def test_who_proves_nothing_in_time_is_turned_away() -> None:
     with_driver(scenario, proof_timeout_s=2)
 
 
+def _tls_objects() -> int:
+    return sum(type(found) is ssl.SSLObject for found in gc.get_objects())
+
+
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(door: None) -> None:
     async def scenario(driver: Driver, port: int) -> None:
         agent = await agent_at(port)
         await driver.until(lambda: len(driver.streams) == 1)
+        before = _tls_objects()
         crowd = [socket.create_connection((LOCALHOST, port)) for _ in range(300)]
         await driver.until(lambda: len(driver.turned_away) == 280)
         assert set(driver.turned_away) == {"too many unauthenticated connections"}
+        assert _tls_objects() == before, "the 20 that wait cost little"
         another = await agent_at(port)
         await driver.until(lambda: len(driver.streams) == 2)
         assert driver.lost == []
