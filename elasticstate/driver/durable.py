@@ -20,7 +20,7 @@ from elasticstate.core.commits import newest_equal
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.core.sharded import find_line, is_sharded
 from elasticstate.core.state import Membership, Over, Running, living_members
-from elasticstate.core.types import CopyOf, ShardLayout, ShardSource
+from elasticstate.core.types import CopyOf, ShardLayout, ShardSource, listed
 from elasticstate.driver.job import JobState
 from elasticstate.driver.report import Journal
 from elasticstate.durable.stored_copies import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED, copy_name
@@ -190,6 +190,7 @@ _LEAD_S = 0.5  # for orders to arrive before a commit to come
 _LONGEST_LEAD_S = 8.0
 _LAST_ATTEMPTS = 4  # in a row that came too late for the last commit of the job
 _LAST_RETRY_S = 0.2
+_LATE, _LATE_S = "late", 60.0
 
 
 @dataclass(slots=True)
@@ -217,7 +218,11 @@ class _Schedule:
 
     due_at: float
     failures: int = 0  # in a row
-    warned: set[str] = field(default_factory=set)  # kinds of these failures
+    warned: set[str] = field(default_factory=set)  # kinds of these failures, and _LATE
+    first_due_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_due_at = self.due_at
 
 
 class DurableCopies:
@@ -246,10 +251,31 @@ class DurableCopies:
         while self._options.durable_dir is not None:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             self._pace.look(self._state.membership, self._loop.time())
+            self._warn_if_late()
             if self._attempt is None and self._loop.time() >= self._schedule.due_at:
                 plan = self._plan()
                 if plan is not None:
                     self._order(plan)
+
+    def _warn_if_late(self) -> None:
+        """Warn once, whatever the cause is, if a copy of the newest commit is long overdue."""
+        schedule, figures, attempt = self._schedule, self._state.durable, self._attempt
+        late_s = self._loop.time() - schedule.first_due_at
+        if self._last_commit in (None, figures.newest) or _LATE in schedule.warned:
+            return
+        if late_s < max(_LATE_S, self._options.durable_interval_s):
+            return
+        schedule.warned.add(_LATE)
+        if attempt is not None:
+            seconds = self._loop.time() - self._began_at
+            reason = f"{listed(sorted(attempt.hosts))} began to save {attempt.folder} {seconds:.0f} s ago"
+        elif figures.trouble:
+            reason = figures.trouble
+        else:
+            reason = (
+                "no commit can be saved" if isinstance(self._state.membership.phase, Running) else "no world trains"
+            )
+        self._warn(f"the copy that was due {late_s:.0f} s ago is not saved: {reason}. {self._newest_text}")
 
     def _plan(self, missed: int = 0) -> CopyPlan | None:
         lead_s = min(_LONGEST_LEAD_S, _LEAD_S * 2.0 ** (self._schedule.failures + missed))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.driver import durable
 from elasticstate.durable.stored_copies import (
     ABSENT,
     BUSY,
@@ -18,7 +19,7 @@ from elasticstate.durable.stored_copies import (
     UNCHANGED,
 )
 from elasticstate.net.messages import DurableFailed, DurablePart, DurableSaved
-from tests.kit.core import RUNNING
+from tests.kit.core import RUNNING, drive
 from tests.kit.driver import DurableScene
 
 COMMITTED = RUNNING + "1.2 heartbeat a:1#1 in=1 ticks=9 commit=1.9"
@@ -79,6 +80,35 @@ def test_an_agent_that_is_lost_before_the_core_knows_is_not_waited_for(tmp_path:
         await scene.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"), [("", "a began to save"), (FULL, "the disk is full"), ("world", "no world trains")]
+)
+def test_a_copy_that_is_long_overdue_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ends: str, reason: str
+) -> None:
+    monkeypatch.setattr(durable, "_LATE_S", 0.5)
+
+    async def run() -> None:
+        scene = DurableScene(tmp_path / "events", COMMITTED)
+        copy = await scene.order()
+        if ends == FULL:
+            scene.copies.failed("a", DurableFailed(copy.folder, FULL, "the disk is full"))
+        elif ends:
+            scene.copies.failed("a", DurableFailed(copy.folder, UNCHANGED, ""))
+            scene.state.membership, _ = drive("2.0 exit a:0#1 signal=9", scene.state.membership)
+        said = ""
+        while "that was due" not in said:
+            await asyncio.sleep(0.05)
+            said += capfd.readouterr().err
+        assert f"s ago is not saved: {reason}" in said.splitlines()[-1]
+        assert "This driver has saved no copy" in said
+        await asyncio.sleep(1)
+        await scene.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert "that was due" not in capfd.readouterr().err
 
 
 def test_a_job_without_a_commit_saves_nothing(tmp_path: Path) -> None:
