@@ -332,7 +332,7 @@ class ControlServer:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self._strangers.timeout_s
-        await _first_byte(connection, ends_at)
+        await _first_byte(connection, self._strangers.timeout_s)
         left_s = ends_at - loop.time()
         if authentication.refusal or left_s <= 0:
             connection.close()
@@ -356,16 +356,16 @@ class ControlServer:
                 stream.abort(authentication.refusal or "timed out: the peer authenticated but sent no message")
 
 
-async def _first_byte(connection: socket.socket, until: float) -> None:
+async def _first_byte(connection: socket.socket, timeout_s: float) -> None:
     """Wait until the peer has sent something or has closed the connection, or for the time. TLS costs 70 kB, and dozens
     of objects that each garbage collection examines: an idle connection does not have them."""
-    loop, ends = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(connection, ends.set)
-    timer = loop.call_at(until, ends.set)
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, came.set)
     try:
-        await ends.wait()
+        await asyncio.wait_for(came.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        pass
     finally:
-        timer.cancel()
         loop.remove_reader(connection)
 
 

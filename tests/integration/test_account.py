@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit.job import Hosts, Job, Line
 
-STEP_S = 0.05
+STEP_S, EVERY = 0.05, 4
 FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--job-name")
 EXPECTED = ("boot", "world_formation", "sync", "regroup", "drain", "redone_ticks", "commit_stall", "exit")
 
@@ -67,7 +67,8 @@ def world_of(job: Job, size: int, count: int = 1) -> Line:
 
 def test_goodput_and_badput_are_the_wall_time(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
-    script = {"steps": 10, "step_seconds": STEP_S, "until": tmp_path / "stop", "fault": "kill@backward:step=6:rank=1"}
+    script = {"steps": 10, "step_seconds": STEP_S, "commit_every": EVERY, "until": tmp_path / "stop"}
+    script["fault"] = "kill@backward:step=6:rank=1"  # two ticks after the last commit
     name = f"account-{tmp_path.name}"
     options = ("-np", "2", "--min-np", "1", *hosts.options, "--metrics", "0")
     with Job(tmp_path, *options, *FAST, name, **script) as job:
@@ -101,7 +102,7 @@ def test_goodput_and_badput_are_the_wall_time(tmp_path: Path) -> None:
     assert dict(of_generations) == pytest.approx(found, abs=1e-3)
     assert "drain" in ended[-2]["badput_s"], "the generation that the leaving worker ended"
     assert set(ended[0]["badput_s"]) <= {"boot", "waiting_for_hosts"}
-    step_s = sum(1 for line in job.log("commit") if line["rank"] == 0) * STEP_S
+    step_s = sum(1 for line in job.log("commit") if line["rank"] == 0) * EVERY * STEP_S
     assert found["goodput"] >= 0.9 * step_s, "the sleeps of the steps that were kept are goodput"
 
     check_numbers(json.loads(asked[1]), samples(scraped), left["generation"])
