@@ -70,7 +70,7 @@ class Checker:
         self._planned_at: float | None = None
         self._over = self._behind_gate = self._stopped = False
         self._back: set[t.WorkerId] = set()  # workers that became reachable again in this step
-        self._severed: dict[t.WorkerId, int] = {}  # the ones of _back that were in a generation
+        self._severed: Counter[tuple[t.WorkerId, int]] = Counter()  # how often those in a generation were taken back
         self._leases: dict[str, float] = {}  # unreachable hosts with members of the newest world: the end of their time
         self._named: set[str] = set()  # by discovery
         self._notices: dict[str, float] = {}  # hosts with a preemption notice: the end of their cooldown
@@ -147,7 +147,7 @@ class Checker:
             self._follow_notice(agent, part, before.policy, now)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
-        assert not self._severed, "who is back is severed"
+        assert not +self._severed, "who is back is severed"
         self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
 
     def _hear_links(self, event: t.Event) -> None:
@@ -289,7 +289,7 @@ class Checker:
         self._held.pop(worker, None)
         self._unresponsive.discard(worker)
         if generation:
-            self._severed[worker] = generation
+            self._severed[worker, generation] += 1
         self.reached["returned"] += 1
 
     def _is_stopped(self, after: Membership, worker: t.WorkerId, killed: bool) -> None:
@@ -334,7 +334,8 @@ class Checker:
             case t.End(generation, at_tick, _):
                 self._end(before, generation, at_tick, now)
             case t.Sever(worker, generation, _):
-                assert self._severed.pop(worker, 0) == generation > 0, "nobody but who is back, once"
+                self._severed[worker, generation] -= 1
+                assert self._severed[worker, generation] >= 0, "nobody but who is back, once each time"
             case t.Leave(worker):
                 assert isinstance(after.phase, Running | Waiting | Finishing | Over)
                 published = [e for e in effects if isinstance(e, t.World)]
