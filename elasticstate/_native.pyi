@@ -433,7 +433,7 @@ class Sentinel:
     def notice(self, number: int) -> None:
         """Send a preemption notice to the agent for each signal with this number, 1 to 31.
 
-        On the LEAVE message, the worker sends one of these signals to itself, until the handler calls ``leaves``.
+        On the LEAVE message, the worker sends one of these signals to itself, until the handler calls ``leave_heard``.
         """
 
     def forget(self, number: int) -> None:
@@ -450,7 +450,7 @@ class Sentinel:
     def place(self) -> int: ...
     @property
     def leaving(self) -> bool: ...
-    def leaves(self) -> None:
+    def leave_heard(self) -> None:
         """Say that the main thread ends the process because of LEAVE."""
 
     @property

@@ -159,7 +159,7 @@ void bind_sentinel(nb::module_ &m) {
         .def_prop_ro("ticks", &Sentinel::ticks)
         .def_prop_ro("place", [](const Sentinel &self) { return static_cast<std::uint64_t>(self.place()); })
         .def_prop_ro("leaving", &Sentinel::leaving)
-        .def("leaves", &Sentinel::leaves)
+        .def("leave_heard", &Sentinel::leave_heard)
         .def_prop_ro("in_generation", &Sentinel::in_generation)
         .def_prop_ro("since_tick_s", &Sentinel::since_tick_s)
         .def_prop_ro("cause", [](Sentinel &self) { return bytes_of(self.cause()); })

@@ -524,12 +524,15 @@ int Sentinel::signal_to_leave() const noexcept {
 
 /// The signal may have come between the main thread's last look for signals and a system call, which goes on then.
 void Sentinel::repeat_leave() {
-    if (!leaving_ || leaves_) {
+    if (!leaving_ || leave_heard_) {
         return;
     }
     const Lock lock(mutex_);
+    if (place() == Place::regroup || place() == Place::done) {
+        return;  // wait_world() reports it; the script ends in its own time
+    }
     const int number = signal_to_leave();
-    if (place() != Place::done && (notices_ >> number & 1) != 0) {  // a handler of the script is called once
+    if ((notices_ >> number & 1) != 0) {  // a handler of the script is called once
         kill(getpid(), number);
     }
 }

@@ -87,7 +87,7 @@ public:
     /// Descriptor to which the numbers of arriving signals are written, one byte each; never blocks.
     int signal_fd() const noexcept { return signal_writer_.get(); }
     /// Makes a signal (one of the first 31) a preemption notice, which is sent to the agent. When the worker receives
-    /// LEAVE, it sends such a signal to itself, again and again until the signal's handler calls `leaves`.
+    /// LEAVE, it sends such a signal to itself, again and again until the signal's handler calls `leave_heard`.
     void notice(int number) noexcept { notices_ |= 1U << number; }
     /// Makes a signal no preemption notice any more, because the script handles it.
     void forget(int number) noexcept { notices_ &= ~(1U << number); }
@@ -99,7 +99,7 @@ public:
     Place place() const noexcept { return static_cast<Place>(page_.place()); }
     bool leaving() const noexcept { return leaving_.load(); }
     /// Says that the main thread ends the process because of LEAVE.
-    void leaves() noexcept { leaves_ = true; }
+    void leave_heard() noexcept { leave_heard_ = true; }
     bool ended(std::uint64_t generation) const noexcept { return ended_.load() >= generation; }
     bool in_generation();
     /// The END message of the generation that ended last: that of the agent, as soon as it is there.
@@ -192,7 +192,7 @@ private:
     std::atomic<std::uint32_t> changes_{0};  // a futex: waiting threads wait for a change
     std::atomic<std::uint64_t> ended_{0};    // the highest generation that has ended
     std::atomic<bool> leaving_{false};  // LEAVE has arrived
-    std::atomic<bool> leaves_{false};
+    std::atomic<bool> leave_heard_{false};
     std::atomic<bool> handles_stop_{false};
 
     std::mutex mutex_;                 // guards all below, `place`, and the begin of a generation

@@ -293,7 +293,7 @@ class Worker(Struct, frozen=True, gc=False):
     rank: int | None = None  # in the world of ``joined``
     age: int = NEWCOMER
     ready: t.Ready | None = None  # without commits that are not used (divergence.py)
-    said: t.Ready | None = None  # the same with them
+    said: t.Ready | None = None  # the same as it came, with them
     ready_at: float = inf
     late: bool = False
     reported_at: float = -inf

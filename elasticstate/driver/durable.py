@@ -261,14 +261,17 @@ class DurableCopies:
         """Warn once, whatever the cause is, if a copy of the newest commit is long overdue."""
         schedule, figures, attempt = self._schedule, self._state.durable, self._attempt
         late_s = self._loop.time() - schedule.first_due_at
-        if self._last_commit in (None, figures.newest) or _LATE in schedule.warned:
+        if self._last_commit is None or _LATE in schedule.warned:
+            return
+        if figures.newest is not None and figures.newest >= self._last_commit:
             return
         if late_s < max(_LATE_S, self._options.durable_interval_s):
             return
         schedule.warned.add(_LATE)
         if attempt is not None:
             seconds = self._loop.time() - self._began_at
-            reason = f"{listed(sorted(attempt.hosts))} began to save {attempt.folder} {seconds:.0f} s ago"
+            hosts = f"{'host' if len(attempt.hosts) == 1 else 'hosts'} {listed(sorted(attempt.hosts))}"
+            reason = f"{hosts} began to save {attempt.folder} {seconds:.0f} s ago"
         elif figures.trouble:
             reason = figures.trouble
         else:

@@ -146,7 +146,7 @@ class Sentinel:
     def _leave(self) -> NoReturn:
         """Raise SystemExit(0): the job wants this worker to leave. Further signals have no effect."""
         self._exits = True
-        self._native.leaves()
+        self._native.leave_heard()
         script.ignore()
         self._ignore_signals_at_exit()
         raise SystemExit(0)

@@ -83,7 +83,7 @@ def test_an_agent_that_is_lost_before_the_core_knows_is_not_waited_for(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("ends", "reason"), [("", "a began to save"), (FULL, "the disk is full"), ("world", "no world trains")]
+    ("ends", "reason"), [("", "host a began to save"), (FULL, "the disk is full"), ("world", "no world trains")]
 )
 def test_a_copy_that_is_long_overdue_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ends: str, reason: str
@@ -108,6 +108,22 @@ def test_a_copy_that_is_long_overdue_is_warned_of_once(
         await scene.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+    assert "that was due" not in capfd.readouterr().err
+
+
+def test_the_start_of_a_newer_world_holds_all_that_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durable, "_LATE_S", 0.5)
+
+    async def run() -> None:
+        scene = DurableScene(tmp_path / "events", COMMITTED)
+        scene.copies.saved("a", DurableSaved((await scene.order()).folder, CommitId(2, 0), 1000, 0.5))
+        await scene.order()
+        await asyncio.sleep(1.5)
+        await scene.close()
+
+    asyncio.run(run())
     assert "that was due" not in capfd.readouterr().err
 
 

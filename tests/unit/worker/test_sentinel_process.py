@@ -301,6 +301,15 @@ def test_it_leaves_from_a_call_that_one_signal_does_not_end(
     assert worker.ended() == (0, "kept", "")
 
 
+def test_a_regroup_is_not_interrupted_by_leave(start: Start) -> None:
+    goes_on = "lambda: (say('there'), time.sleep(0.8), print('kept', end=''))"
+    worker = start(f"sentinel.ready('h:1', meanwhile={goes_on})")
+    assert worker.line() == "there"
+    worker.hear(messages.Ready)
+    worker.tell(messages.Leave(ME))
+    assert worker.ended() == (0, "kept", "")
+
+
 def test_told_to_leave_in_a_boot_that_holds_the_gil(start: Start) -> None:
     worker = start("say('there'); holding_the_gil.usleep(60_000_000)")
     assert worker.line() == "there"
